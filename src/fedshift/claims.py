@@ -137,8 +137,7 @@ class Claim:
     def take(self) -> bool:
         """Make this process's file. False if another process has the folder, or may have it.
 
-        Raises:
-            OSError: the file cannot be written.
+        OSError if the file cannot be written.
         """
         if self._number:
             return True
@@ -188,11 +187,7 @@ class Claim:
         return "" if text is None else text.describe()
 
     def check(self) -> None:
-        """Do nothing while this process has the folder.
-
-        Raises:
-            ClaimLost: another one took it over.
-        """
+        """Do nothing while this process has the folder. ClaimLost if another one took it over."""
         if self._number and not self._is_mine():
             raise ClaimLost(
                 f"{self._folder} was taken over by {self.holder() or 'another process'}, which had seen no sign of "

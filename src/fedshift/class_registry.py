@@ -52,11 +52,7 @@ class ClassRegistry(Generic[T]):
         return tuple(self.places)
 
     def name_in(self, options: Mapping[str, object], field: str) -> str:
-        """The name in a section of an experiment file.
-
-        Raises:
-            UserError: there is no name, or it is not a string.
-        """
+        """The name in a section of an experiment file. UserError if there is no name, or it is not a string."""
         name = options.get("name")
         if not isinstance(name, str):
             raise UserError(f"{field}: give the name of a {self.what}; {nearest('', self.places)}")

@@ -64,8 +64,7 @@ def read_private(path: Path, remedy: str = REMEDY, *, older: int | None = None) 
 def write_scratch(path: Path, data: bytes) -> None:
     """Write a file that ends with this process: as `write_private` does, but not flushed and without a digest.
 
-    Raises:
-        UserError: it cannot be written, or the key cannot be used.
+    UserError if it cannot be written, or the key cannot be used.
     """
     key = present_key()
     write_bytes(path, data if key is None else _encrypt_content(data, key, path), private=True, flush=False)
@@ -74,9 +73,7 @@ def write_scratch(path: Path, data: bytes) -> None:
 def read_scratch(path: Path) -> bytes:
     """Read what `write_scratch` wrote.
 
-    Raises:
-        OSError: the file cannot be read.
-        UserError: it was not written with the key that is set.
+    OSError if the file cannot be read. UserError if it was not written with the key that is set.
     """
     data, key = path.read_bytes(), present_key()
     return data if key is None else _decrypt_content(data, key, path)
@@ -97,11 +94,7 @@ def _decrypt_content(data: bytes, key: bytes, path: Path) -> bytes:
 
 
 def present_key() -> bytes | None:
-    """The key that is set, None if there is none.
-
-    Raises:
-        UserError: it is no key, or other users can read its file.
-    """
+    """The key that is set, None if there is none. UserError if it is no key, or other users can read its file."""
     file, text = os.environ.get(KEY_FILE), os.environ.get(KEY)
     if file:
         try:
@@ -158,8 +151,7 @@ def encrypt(data: bytes, key: bytes, name: str) -> bytes:
 def decrypt(data: bytes, key: bytes, path: Path) -> bytes:
     """The content that `encrypt` was given.
 
-    Raises:
-        UserError: it was encrypted with another key or under another name, or is damaged.
+    UserError if it was encrypted with another key or under another name, or is damaged.
     """
     from cryptography.exceptions import InvalidTag
 

@@ -95,8 +95,7 @@ def compiler_comes_later() -> bool:
     Optimisers import the compiler only to mark what it must not compile. The import costs 150 MB and a second. Only
     fedshift's own programs are spared it: in a user's process no module of torch is replaced.
 
-    Returns:
-        Whether the compiler is still not imported.
+    Returns whether the compiler is still not imported.
     """
     if COMPILER not in sys.modules and _programs:
         torch: Any = importlib.import_module("torch")

@@ -56,11 +56,7 @@ _passed: dict[str, set[str]] = {}
 
 
 def allow(code: Code) -> None:
-    """Let code be imported.
-
-    Raises:
-        UserError: nobody trusts it.
-    """
+    """Let code be imported. UserError if nobody trusts it."""
     path = str(code.path)
     if code.sha256 in _passed.get(path, ()):
         return
@@ -122,11 +118,7 @@ def trust_file() -> Path:
 
 
 def remember(code: Code) -> None:
-    """Trust code from now on, for this user.
-
-    Raises:
-        UserError: the list cannot be written.
-    """
+    """Trust code from now on, for this user. UserError if the list cannot be written."""
     file, known = trust_file(), _read_known()
     known[str(code.path)] = sorted({*known.get(str(code.path), []), code.sha256})
     try:

@@ -89,11 +89,7 @@ class NamedTensors(Mapping[str, Tensor]):
     def check_like(self, reference: Mapping[str, Tensor], who: str) -> None:
         """Check that names, shapes and types are those of ``reference``.
 
-        Args:
-            who: what a message calls the owner of these tensors.
-
-        Raises:
-            UserError: they differ.
+        ``who``: what a message calls the owner of these tensors. UserError if they differ.
         """
         for name, expected in reference.items():
             result = self._tensors.get(name)
@@ -113,11 +109,8 @@ class NamedTensors(Mapping[str, Tensor]):
     def check_finite(self, who: str, remedy: str = "lower the learning rate") -> None:
         """Check that no tensor holds NaN or infinity.
 
-        Args:
-            who: what a message calls the owner of these tensors.
-
-        Raises:
-            TrainingDiverged: a tensor does; the message names it.
+        ``who``: what a message calls the owner of these tensors. TrainingDiverged if a tensor does; the message names
+        it.
         """
         for name, tensor in self._tensors.items():
             if tensor.is_floating_point() and tensor.numel():

@@ -16,8 +16,7 @@ from fedshift.trust import own_words
 def show_datasets(name: str | None, fetch: bool = False) -> None:
     """List all data sets, or print the manifest of one and whether its files are here; or get its files first.
 
-    Raises:
-        UserError: there is no such data set, or it cannot be fetched.
+    UserError if there is no such data set, or it cannot be fetched.
     """
     console = safe_console()
     if fetch:

@@ -25,8 +25,7 @@ def _warn(text: str) -> None:
 def table_format(overrides: Sequence[str], command: str) -> SiteFormat | None:
     """How a table is written, by ``data.FIELD=VALUE`` of a command line; None if nothing is said.
 
-    Raises:
-        UserError: there is no such field, or its value does not fit.
+    UserError if there is no such field, or its value does not fit.
     """
     from fedshift.experiment.config.experiment_file import override_field
     from fedshift.experiment.predict import how_written

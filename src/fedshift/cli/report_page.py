@@ -12,8 +12,7 @@ from fedshift.report.watch.page_server import ADDRESS, server
 def write_report(folder: Path) -> None:
     """Write the page of the finished runs below ``folder``, and print its path.
 
-    Raises:
-        UserError: there is no finished run, or the page cannot be written.
+    UserError if there is no finished run, or the page cannot be written.
     """
     from fedshift.report.collect import collect  # what only watches runs needs no drawings
     from fedshift.report.page import write_page
@@ -25,8 +24,7 @@ def write_report(folder: Path) -> None:
 def watch(folder: Path, port: int) -> None:
     """Serve the page of ``folder`` to this machine until Ctrl-C.
 
-    Raises:
-        UserError: there is no such folder, or the port is taken.
+    UserError if there is no such folder, or the port is taken.
     """
     with server(folder, port) as serving:
         typer.echo(f"http://{ADDRESS}:{serving.server_port}/ shows {folder}; Ctrl-C ends it", err=True)

@@ -71,11 +71,7 @@ def run_file(
 
 
 def part_of(text: str | None) -> tuple[int, int]:
-    """The i and n of "i/n".
-
-    Raises:
-        UserError: it is not of this form, or i is not from 1 to n.
-    """
+    """The i and n of "i/n". UserError if it is not of this form, or i is not from 1 to n."""
     parts = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text or "1/1")
     if parts is None or not 1 <= int(parts[1]) <= int(parts[2]):
         raise UserError(f"--shard {text}: give i/n, such as 2/4 for the second of four parts")

@@ -138,8 +138,7 @@ class _Answers(BaseHTTPRequestHandler):
 def serve(exported: Path, host: str, port: int, names: Collection[str]) -> None:
     """Serve a model until Ctrl-C or SIGTERM.
 
-    Raises:
-        UserError: there is no model that can be served, or the address cannot be used.
+    UserError if there is no model that can be served, or the address cannot be used.
     """
     with PredictServer(OnnxModel.load(exported), host, port, names) as server:
         typer.echo(f"http://{host}:{server.server_port}/predict, /estimate and /healthz; Ctrl-C ends it", err=True)

@@ -49,11 +49,7 @@ def show(folder: Path, format: str, select: str, metric: str = "", only: int = 0
 
 
 def part(table: Table, number: int) -> Table:
-    """The table with all below it (0), or one of them alone, counted from 1.
-
-    Raises:
-        UserError: there is no such table.
-    """
+    """The table with all below it (0), or one of them alone, counted from 1. UserError if there is no such table."""
     tables = (table, *table.more)
     if not 0 <= number <= len(tables):
         titles = "; ".join(f"{at} {item.measure.title or item.measure.name}" for at, item in enumerate(tables, 1))
@@ -64,8 +60,7 @@ def part(table: Table, number: int) -> Table:
 def print_verdict(folder: Path, format: str) -> None:
     """Print what the finished runs below ``folder`` say, without the table.
 
-    Raises:
-        UserError: the format does not exist, or there is no finished run.
+    UserError if the format does not exist, or there is no finished run.
     """
     if format not in ("terminal", "json"):
         raise UserError(f"--format: a verdict has no format '{format}'; {nearest(format, ['terminal', 'json'])}")

@@ -41,8 +41,7 @@ def table_given(statistics: TableStatistics, numeric: Sequence[str], categorical
 def differences(given: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Warnings about columns whose sums or categories differ between sites as codes, units and mistakes do.
 
-    Args:
-        given: site → what it sent. Sites that describe different columns are left to `common_encoding`.
+    ``given``: site → what it sent. Sites that describe different columns are left to `common_encoding`.
     """
     if len(given) < 2:
         return

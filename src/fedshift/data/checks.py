@@ -227,8 +227,7 @@ def _check_labels(where: str, domain: Domain, dataset: DataSet) -> None:
 def check_finite(where: str, features: npt.NDArray[np.generic]) -> None:
     """Check that float features (n, d) are finite.
 
-    Raises:
-        UserError: some value is NaN or infinite; names the first row and column.
+    UserError if some value is NaN or infinite; names the first row and column.
     """
     for begin in range(0, len(features), _ROWS_AT_ONCE):
         bad = ~np.isfinite(features[begin : begin + _ROWS_AT_ONCE])

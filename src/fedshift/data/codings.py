@@ -225,8 +225,7 @@ def spelling(category: str) -> str:
 def category_warnings(column: str, sites: Mapping[str, Mapping[str, int | None]]) -> Iterator[str]:
     """Warnings about categories of a column that other sites spell otherwise, or do not have.
 
-    Args:
-        sites: site → category → the number of rows that have it; None where that is not known.
+    ``sites``: site → category → the number of rows that have it; None where that is not known.
     """
     sites = {site: named for site, named in sites.items() if named}
     if len(sites) < 2 or sum(map(len, sites.values())) > _MOST_CATEGORIES:

@@ -153,8 +153,7 @@ def _statement(query: Path) -> str:
 def password() -> str | None:
     """The password that the environment, or a file that it names, holds; None if there is none.
 
-    Raises:
-        UserError: the file cannot be read, or every user of this machine can.
+    UserError if the file cannot be read, or every user of this machine can.
     """
     file = os.environ.get(PASSWORD_FILE)
     if not file:

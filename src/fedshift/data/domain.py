@@ -265,11 +265,7 @@ class DataSource(BaseModel):
         raise UserError(f"data set {cls.__name__} has no manifest")
 
     def build(self) -> DataSet:
-        """Read the data.
-
-        Raises:
-            UserError: the data are missing or cannot be used.
-        """
+        """Read the data. UserError if the data are missing or cannot be used."""
         raise UserError(f"data set {self.name} cannot be built")
 
     @property
@@ -280,8 +276,7 @@ class DataSource(BaseModel):
     def gives(self) -> dict[str, Any] | None:
         """What one site sends so that all can agree on an encoding (see `fedshift.data.agreement`).
 
-        Returns:
-            Plain values (kind ``statistics``), or None if there is nothing to agree on.
+        Returns plain values (kind ``statistics``), or None if there is nothing to agree on.
         """
         return None
 
@@ -292,11 +287,7 @@ class DataSource(BaseModel):
     def encode(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         """The data in the agreed encoding.
 
-        Args:
-            classes: the federation's classes, in its order.
-
-        Raises:
-            UserError: the data do not fit.
+        ``classes``: the federation's classes, in its order. UserError if the data do not fit.
         """
         data = self.build()
         if data.classes != classes:

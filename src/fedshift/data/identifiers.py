@@ -72,9 +72,7 @@ def check_categories(tables: Mapping[str, Columns], columns: Iterable[str], labe
 def check_classes(where: str, what: str, rows: Mapping[str, int], advice: str, field: str) -> None:
     """Raise UserError if names of classes name rows.
 
-    Args:
-        rows: value → how many rows have it.
-        field: where values are listed that may be told.
+    ``rows``: value → how many rows have it; ``field``: where values are listed that may be told.
     """
     if names_single_rows(rows):
         raise _refusal(where, what, rows, advice, field)

@@ -352,8 +352,7 @@ def _shorter_side(file: ImageFile) -> int:
 def unreadable(files: Sequence[ImageFile], window: Window | None = None) -> list[str]:
     """The names of the images that do not decode. What is found is kept in the cache.
 
-    Raises:
-        NotYetReadable: one is whole, but needs a setting or a package.
+    NotYetReadable if one is whole, but needs a setting or a package.
     """
     digest = hashlib.sha256(f"{_FORMAT} unreadable {window}\n".encode())
     for file in files:

@@ -54,8 +54,7 @@ def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[
 def rows_to_predict(preprocessing: Preprocessing, rows: Path | Columns) -> tuple[list[str], Stored]:
     """Names and inputs of the rows of a table: numbers, or the tokens of its text.
 
-    Raises:
-        UserError: the model reads no tables, or the table lacks a column.
+    UserError if the model reads no tables, or the table lacks a column.
     """
     text = text_encoding_of(preprocessing)
     if text is None or isinstance(rows, Path):

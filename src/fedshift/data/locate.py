@@ -29,11 +29,7 @@ _LARGEST_DOWNLOAD = 512 << 20
 
 
 def data_root() -> Path | None:
-    """The folder that ``FEDSHIFT_DATA`` names, or None if it is not set.
-
-    Raises:
-        UserError: it is not a folder.
-    """
+    """The folder that ``FEDSHIFT_DATA`` names, or None if it is not set. UserError if it is not a folder."""
     named = os.environ.get(DATA_VARIABLE)
     if not named:
         return None
@@ -46,11 +42,7 @@ def data_root() -> Path | None:
 
 
 def cache_dir() -> Path:
-    """The folder for decoded images and downloads; created if it is missing.
-
-    Raises:
-        UserError: it cannot be created.
-    """
+    """The folder for decoded images and downloads; created if it is missing. UserError if it cannot be created."""
     named = os.environ.get(CACHE_VARIABLE)
     folder = Path(named).expanduser() if named else Path.home() / ".cache" / "fedshift"
     try:

@@ -39,11 +39,7 @@ class Bundle(NamedTuple):
 def trusted_bundle(what: str, folder: Path) -> Bundle:
     """A bundle, if `trust` lets it run. Nothing of it has run yet.
 
-    Args:
-        what: what it is for, such as ``model 'bundle:spleen'``.
-
-    Raises:
-        UserError: it is no bundle, or nobody trusts it.
+    ``what``: what it is for, such as ``model 'bundle:spleen'``. UserError if it is no bundle, or nobody trusts it.
     """
     folder = folder.absolute()
     if not (folder / "configs").is_dir():
@@ -56,8 +52,7 @@ def trusted_bundle(what: str, folder: Path) -> Bundle:
 def checksum(folder: Path) -> str:
     """A checksum of the names and contents of all files in a folder that could run.
 
-    Raises:
-        UserError: a folder in it is a link, behind which other files could come to lie.
+    UserError if a folder in it is a link, behind which other files could come to lie.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
@@ -112,8 +107,7 @@ def transforms_of(bundle: Bundle) -> list[Any]:
 
     They are those of validation, else of training, else of inference.
 
-    Raises:
-        UserError: it has none, or they cannot be made.
+    UserError if it has none, or they cannot be made.
     """
     try:
         with parser_of(

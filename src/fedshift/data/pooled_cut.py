@@ -50,11 +50,8 @@ class PooledCut(BaseModel):
     def sites_of(self, domains: Sequence[Domain]) -> list[Domain]:
         """The sites, called site.1, site.2 and so on.
 
-        Args:
-            domains: what is pooled, all of one data set.
-
-        Raises:
-            UserError: there are too few samples, or these have groups, or no classes where these decide.
+        ``domains``: what is pooled, all of one data set. UserError if there are too few samples, or these have groups,
+        or no classes where these decide.
         """
         numbers = np.repeat(np.arange(len(domains)), [len(domain) for domain in domains])
         self._check(domains, len(numbers))
@@ -127,9 +124,7 @@ def _inputs(domains: Sequence[Domain]) -> Any:
 def by_class_shares(labels: npt.NDArray[Any], sites: int, alpha: float, generator: np.random.Generator) -> list[Rows]:
     """For each class shares ~ Dirichlet(α, …, α) over the sites, and that part of its samples to each.
 
-    Args:
-        labels: class numbers (n,).
-        generator: draws the shares and the order of the samples.
+    ``labels``: class numbers (n,); ``generator``: draws the shares and the order of the samples.
     """
     parts: list[list[Rows]] = [[] for _ in range(sites)]
     for label in np.unique(labels):
@@ -202,8 +197,7 @@ def _large_enough(labels: npt.NDArray[Any], cut: PooledCut, generator: np.random
 def site_domains(cut: PooledCut, domains: Mapping[str, Domain], whole: Sequence[str]) -> dict[str, Domain]:
     """The domains that stay whole, in their order, and the sites made of all others.
 
-    Raises:
-        UserError: as `PooledCut.sites_of`; or nothing is left to pool, or a domain is called as a site is.
+    UserError as `PooledCut.sites_of`; or nothing is left to pool, or a domain is called as a site is.
     """
     rest = [domain for name, domain in domains.items() if name not in whole]
     if not rest:

@@ -128,8 +128,7 @@ class SiteData:
     def read_ahead(self, orders: Iterable[Tensor], threads: int) -> Iterator[Tensor]:
         """The same mini-batches' rows, while threads read the samples of the next ones.
 
-        Args:
-            threads: 0: nothing is read ahead, nor where all samples are kept on the device.
+        ``threads``: 0: nothing is read ahead, nor where all samples are kept on the device.
         """
         if not threads or (self._cacheable and self.deterministic):
             yield from orders
@@ -266,9 +265,8 @@ def epoch_batches(
     BatchNorm cannot train on one sample. So a last batch of one sample is joined to the one before it, and a site with
     a single sample gets a batch that holds it twice.
 
-    Args:
-        batch_size: rows in a batch.
-        chances: (samples,). If given, as many rows are drawn, each one independently with chances in this proportion.
+    ``batch_size``: rows in a batch; ``chances``: (samples,). If given, as many rows are drawn, each one independently
+    with chances in this proportion.
     """
     if samples == 1:
         return [torch.zeros(2, dtype=torch.int64)]

@@ -58,9 +58,8 @@ Codes = Mapping[str, Sequence[float]]
 def site_differences(data: DataSet, parts: Parts | None = None) -> tuple[str, ...]:
     """Warnings about what only shows when samples and columns are compared.
 
-    Args:
-        data: the sites; one alone is compared with itself.
-        parts: says which rows of a site train and which are held out; None: not known.
+    ``data``: the sites; one alone is compared with itself; ``parts``: says which rows of a site train and which are
+    held out; None: not known.
     """
     numbers, prints = _numbers(data), _prints(data)
     codes = {column: codes_of(sites) for column, sites in numbers.items()}

@@ -46,8 +46,7 @@ class SiteLabels(DataSource):
     def of_federation(self, classes: tuple[str, ...], part: str | None = None) -> Self:
         """The data of a site without labels, where the sites with labels are elsewhere.
 
-        Args:
-            part: of ``few_train``, which of its two parts gives its sums here; None: there is one.
+        ``part``: of ``few_train``, which of its two parts gives its sums here; None: there is one.
         """
         alone = self.model_copy()
         alone._elsewhere, alone._part = classes, part
@@ -95,8 +94,7 @@ class SiteLabels(DataSource):
     def by_labels(self, domains: Mapping[str, Domain]) -> dict[str, Domain]:
         """The domains, marked where they lack labels; of ``few_train`` the labelled samples are a domain of their own.
 
-        Raises:
-            UserError: a site has more or fewer labels than ``site_labels`` says, or two domains have one name.
+        UserError if a site has more or fewer labels than ``site_labels`` says, or two domains have one name.
         """
         parts: dict[str, Domain] = {}
         for site, domain in domains.items():

@@ -69,8 +69,7 @@ def check_scale(preprocessing: Preprocessing, standardise: bool | str) -> None:
 def scale_domain(domain: Domain, rows: Rows, preprocessing: Preprocessing) -> Domain:
     """A domain in the scale of some of its rows; of all where there are none, as of a site that only measures.
 
-    Raises:
-        UserError: there are less than two.
+    UserError if there are less than two.
     """
     assert not isinstance(domain.inputs, SparseRows)  # only data sets of arrays and tables have such a scale
     try:

@@ -46,8 +46,7 @@ def _memory() -> int:
 def largest() -> int:
     """Bytes that the data of one file may take in memory.
 
-    Raises:
-        UserError: the environment's setting is no number of GiB.
+    UserError if the environment's setting is no number of GiB.
     """
     text = os.environ.get(VARIABLE)
     if text is None:
@@ -66,11 +65,7 @@ def largest() -> int:
 def check_size(path: object, size: int) -> None:
     """Refuse a file that declares more data than one may have.
 
-    Args:
-        size: bytes that its data take in memory.
-
-    Raises:
-        UserError: they are too many.
+    ``size``: bytes that its data take in memory. UserError if they are too many.
     """
     if size > (most := largest()):
         raise UserError(
@@ -87,8 +82,7 @@ def _gib(size: int) -> str:
 def reading(path: object) -> Iterator[None]:
     """Say in one line which file there was not enough memory for.
 
-    Raises:
-        UserError: reading it took more memory than there was.
+    UserError if reading it took more memory than there was.
     """
     try:
         yield
@@ -160,8 +154,7 @@ def check_deflated(path: Path, start: int) -> None:
 
     It is expanded, and not kept, only if so many bytes could take too much.
 
-    Raises:
-        UserError: it expands to too much.
+    UserError if it expands to too much.
     """
     most = largest()
     if (path.stat().st_size - start) * _DEFLATE <= most:

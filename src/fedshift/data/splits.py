@@ -23,8 +23,7 @@ TRAIN, TEST = "train", "test"
 def fixed_split(cells: Sequence[str], locate: Callable[[int], str]) -> tuple[Rows, Rows]:
     """The training and the test rows of a split that the data themselves have.
 
-    Raises:
-        UserError: a cell says neither, or no row is on one of the sides. It shows no cell.
+    UserError if a cell says neither, or no row is on one of the sides. It shows no cell.
     """
     sides = [cell.strip().lower() for cell in cells]
     for row, side in enumerate(sides):
@@ -40,8 +39,7 @@ def fixed_split(cells: Sequence[str], locate: Callable[[int], str]) -> tuple[Row
 def split_kind(domain: Domain, wanted: Literal["auto", "random", "official"]) -> Literal["random", "official"]:
     """Whether rows are drawn or those of the data's own split, for ``protocol.split``.
 
-    Raises:
-        UserError: they would be drawn, and the data fix their test rows.
+    UserError if they would be drawn, and the data fix their test rows.
     """
     if domain.fixed_split and wanted == "random":
         raise UserError(
@@ -120,8 +118,7 @@ def _groups_held_out(groups: npt.NDArray[np.int64], fraction: float, seed: int) 
 def random_split(number: int, fraction: float, seed: int) -> tuple[Rows, Rows]:
     """Hold out round(number·fraction) samples, but never all, whatever their classes.
 
-    Returns:
-        Training rows and held-out rows, both sorted.
+    Returns training rows and held-out rows, both sorted.
     """
     held = max(0, min(int(np.floor(number * fraction + 0.5)), number - 1))
     order = np.random.default_rng([seed, 13]).permutation(number).astype(np.int64)
@@ -167,11 +164,8 @@ def cut(domain: Domain, sites: int, by: Literal["chance", "labels"], skew: float
     has each class from a Dirichlet distribution around the domain's own shares, with ``skew`` times the number of
     classes as its concentration, and takes what is left where a class runs out.
 
-    Args:
-        skew: the smaller, the more the sites' classes differ.
-
-    Raises:
-        UserError: there are fewer rows or groups than sites, or labels are asked for and cannot decide.
+    ``skew``: the smaller, the more the sites' classes differ. UserError if there are fewer rows or groups than sites,
+    or labels are asked for and cannot decide.
     """
     units = np.arange(len(domain), dtype=np.int64) if domain.groups is None else np.unique(domain.groups)
     if len(units) < sites:

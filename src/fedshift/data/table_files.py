@@ -54,8 +54,7 @@ Codes = Annotated[dict[str, tuple[float, ...]], BeforeValidator(as_numbers)]
 def as_written(mapping: object) -> object:
     """A mapping of labels with the keys and values that a text file would hold: the number 1.0 becomes "1".
 
-    Raises:
-        ValueError: YAML read a word such as yes as true.
+    ValueError if YAML read a word such as yes as true.
     """
     if not isinstance(mapping, Mapping):
         return mapping
@@ -150,8 +149,7 @@ PLAIN = TableFormat()
 def merge_formats(form: TableFormat, other: TableFormat) -> TableFormat:
     """A format with the fields that are set in another one; mappings add to those of the first.
 
-    Raises:
-        ValidationError: they do not go together.
+    ValidationError if they do not go together.
     """
     fields = {name: getattr(form, name) for name in TableFormat.model_fields}
     chosen = {name: getattr(other, name) for name in other.model_fields_set if name in fields}
@@ -175,11 +173,8 @@ class Columns:
     def column(self, name: str, *, shared: bool = False) -> Sequence[str]:
         """The cells of one column.
 
-        Args:
-            shared: whether it is an input, whose name all sites have; a label or an ID may be called otherwise here.
-
-        Raises:
-            UserError: there is no such column; names the nearest one, which is not public.
+        ``shared``: whether it is an input, whose name all sites have; a label or an ID may be called otherwise here.
+        UserError if there is no such column; names the nearest one, which is not public.
         """
         if name not in self.cells:
             which = f"the column '{name}'" if shared else "a column"
@@ -201,11 +196,7 @@ class Columns:
     def rename_columns(self, names: Mapping[str, str]) -> Columns:
         """The table with other names of columns; a column that has its new name already is left as it is.
 
-        Args:
-            names: name in the file → new name.
-
-        Raises:
-            UserError: there is no such column, or another one has the new name.
+        ``names``: name in the file → new name. UserError if there is no such column, or another one has the new name.
         """
         if not names:
             return self
@@ -227,11 +218,8 @@ class Columns:
     def respell(self, spellings: Mapping[str, Mapping[str, str]]) -> Columns:
         """The table with other words in some columns.
 
-        Args:
-            spellings: column → a cell as `canonical` gives it: its new word. Cells that are not named stay.
-
-        Raises:
-            UserError: there is no such column.
+        ``spellings``: column → a cell as `canonical` gives it: its new word. Cells that are not named stay. UserError
+        if there is no such column.
         """
         if not spellings:
             return self
@@ -243,11 +231,7 @@ class Columns:
     def in_units(self, factors: Mapping[str, float]) -> Columns:
         """The table with the numbers of some columns multiplied by a factor. Cells that are no number stay.
 
-        Args:
-            factors: column → factor.
-
-        Raises:
-            UserError: there is no such column.
+        ``factors``: column → factor. UserError if there is no such column.
         """
         if not factors:
             return self
@@ -260,11 +244,7 @@ class Columns:
     def without_codes(self, codes: Mapping[str, Sequence[float]]) -> Columns:
         """The table with the numbers that mean "missing" as empty cells.
 
-        Args:
-            codes: column → such numbers.
-
-        Raises:
-            UserError: there is no such column.
+        ``codes``: column → such numbers. UserError if there is no such column.
         """
         blank = {
             name: ["" if number_of(cell) in numbers else cell for cell in self.column(name)]
@@ -705,11 +685,8 @@ def _cell(value: Any) -> str:
 def split_by_site(table: Columns, name: str) -> Iterator[tuple[str, Columns]]:
     """The sites of one table, in the order of their first rows.
 
-    Args:
-        name: the column that holds the name of each row's site.
-
-    Raises:
-        UserError: there is no such column, or a cell of it is empty.
+    ``name``: the column that holds the name of each row's site. UserError if there is no such column, or a cell of it
+    is empty.
     """
     rows: dict[str, list[int]] = {}
     for row, cell in enumerate(table.column(name)):

@@ -130,11 +130,7 @@ class TableEncoding(BaseModel):
 def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> npt.NDArray[np.float64]:
     """A numeric column.
 
-    Returns:
-        Its values (n,), NaN where missing.
-
-    Raises:
-        UserError: there is no such column, or a cell is not a finite number.
+    Returns its values (n,), NaN where missing. UserError if there is no such column, or a cell is not a finite number.
     """
     out = np.empty(len(table), dtype=np.float64)
     for row, cell in enumerate(table.column(name, shared=True)):
@@ -170,11 +166,8 @@ def site_statistics(
 ) -> TableStatistics:
     """The statistics of one site's table.
 
-    Args:
-        ranges: numeric column → least and largest value; sums are then of values within them, scaled to [-1, 1].
-
-    Raises:
-        UserError: a column is missing, or a numeric cell is not a number.
+    ``ranges``: numeric column → least and largest value; sums are then of values within them, scaled to [-1, 1].
+    UserError if a column is missing, or a numeric cell is not a number.
     """
     values = [within(numbers(table, name), None if ranges is None else ranges[name]) for name in numeric]
     there = [column[~np.isnan(column)] for column in values]
@@ -197,8 +190,7 @@ def agreed_encoding(
 ) -> TableEncoding:
     """The encoding that follows from the statistics of all sites.
 
-    Raises:
-        UserError: a column has no value anywhere, or its numbers are too large to be squared.
+    UserError if a column has no value anywhere, or its numbers are too large to be squared.
     """
     count = np.sum([site.count for site in statistics], axis=0)
     total = np.sum([site.total for site in statistics], axis=0)
@@ -227,11 +219,8 @@ def moments(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Mean and population standard deviation of columns.
 
-    Args:
-        squares: the sum of their squares, per column.
-
-    Returns:
-        Mean and deviation; the deviation of a constant column is set to 1.
+    ``squares``: the sum of their squares, per column. Returns mean and deviation; the deviation of a constant column is
+    set to 1.
     """
     mean = total / count
     variance = squares / count - mean**2
@@ -243,11 +232,7 @@ def moments(
 def encode(table: Columns, encoding: TableEncoding) -> npt.NDArray[np.float32]:
     """The rows of a table as features.
 
-    Returns:
-        float32 (n, encoding.width).
-
-    Raises:
-        UserError: the file lacks a column, or a numeric cell is not a number.
+    Returns float32 (n, encoding.width). UserError if the file lacks a column, or a numeric cell is not a number.
     """
     scaled, absent, flags = [], [], []
     for numeric in encoding.numeric:
@@ -291,11 +276,7 @@ def encode_rows(preprocessing: Preprocessing, rows: Path | Columns) -> tuple[lis
 
 
 def encoding_of(preprocessing: Preprocessing) -> TableEncoding:
-    """The encoding in a model file.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """The encoding in a model file. UserError if it is damaged."""
     try:
         return TableEncoding.model_validate(preprocessing.table)
     except ValidationError as error:
@@ -334,11 +315,7 @@ def rows_of(
 
 
 def with_changes(form: TableFormat, changes: TableFormat) -> TableFormat:
-    """A format with what a user says of new rows.
-
-    Raises:
-        UserError: the two do not go together.
-    """
+    """A format with what a user says of new rows. UserError if the two do not go together."""
     try:
         return merge_formats(form, changes)
     except ValidationError as error:

@@ -43,9 +43,8 @@ class TextEncoding(BaseModel):
     def preprocessing(self, form: TableFormat | None = None, id: str | None = None) -> Preprocessing:
         """The preprocessing of a table that is read so.
 
-        Args:
-            form: how the files are written; None: with a header and decimal points.
-            id: the column that names each row; None: there is none.
+        ``form``: how the files are written; None: with a header and decimal points; ``id``: the column that names each
+        row; None: there is none.
         """
         table = None if form is None and id is None else self.columns(form, id).model_dump(mode="json")
         return Preprocessing(kind="tokens", text=self.model_dump(mode="json"), table=table)
@@ -72,11 +71,8 @@ class TextEncoding(BaseModel):
 def text_encoding(column: str, length: int, path: Path) -> TextEncoding:
     """The encoding of a column by a tokenizer on this machine.
 
-    Args:
-        path: a ``tokenizer.json``, or a folder that holds one, or a tokenizer of transformers.
-
-    Raises:
-        UserError: there is no tokenizer, it cannot be read, or a library is not installed.
+    ``path``: a ``tokenizer.json``, or a folder that holds one, or a tokenizer of transformers. UserError if there is no
+    tokenizer, it cannot be read, or a library is not installed.
     """
     description = _tokenizer_json(path)
     packed = base64.b64encode(zlib.compress(description.encode(), 9)).decode()
@@ -84,11 +80,7 @@ def text_encoding(column: str, length: int, path: Path) -> TextEncoding:
 
 
 def text_encoding_of(preprocessing: Preprocessing) -> TextEncoding | None:
-    """The encoding of a preprocessing; None if the tokens come from no text.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """The encoding of a preprocessing; None if the tokens come from no text. UserError if it is damaged."""
     if preprocessing.text is None:
         return None
     try:
@@ -100,9 +92,7 @@ def text_encoding_of(preprocessing: Preprocessing) -> TextEncoding | None:
 def tokens_of(texts: Sequence[str], tokenizer: str, length: int) -> npt.NDArray[np.int64]:
     """The tokens of texts (n, length), `NO_TOKEN` after the end of each.
 
-    Args:
-        tokenizer: as in `TextEncoding`.
-        length: most tokens of a text, special ones included.
+    ``tokenizer``: as in `TextEncoding`; ``length``: most tokens of a text, special ones included.
     """
     made = _load_tokenizer(tokenizer)
     made.enable_truncation(length)

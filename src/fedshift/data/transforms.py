@@ -92,11 +92,7 @@ PRESETS: dict[str, Augmentation] = {
 
 
 def preset(name: str) -> Augmentation:
-    """A named augmentation.
-
-    Raises:
-        UserError: there is no such augmentation; names the nearest one.
-    """
+    """A named augmentation. UserError if there is no such augmentation; names the nearest one."""
     if name not in PRESETS:
         raise UserError(f"unknown augmentation '{name}'; {nearest(name, PRESETS)}")
     return PRESETS[name]
@@ -160,11 +156,7 @@ def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generat
     one random order per batch (torchvision draws an order per image). Hue, saturation and greyscale do not change
     images of one channel. Squares are cut out last.
 
-    Args:
-        images: (n, c, h, w) with values in [0, 1].
-
-    Returns:
-        Images of the same shape with values in [0, 1].
+    ``images``: (n, c, h, w) with values in [0, 1]. Returns images of the same shape with values in [0, 1].
     """
     return augment_with_masks(images, None, augmentation, generator)[0]
 
@@ -176,8 +168,7 @@ def augment_with_masks(
 
     Masks (n, structures, h, w) of 0 and 1 are resampled bilinearly with a threshold of one half.
 
-    Raises:
-        UserError: a policy, which would move images and not their masks.
+    UserError if a policy, which would move images and not their masks.
     """
     if augmentation.is_identity:
         return images, masks
@@ -244,9 +235,8 @@ def with_policy(images: Tensor, policy: AugmentationPolicy, generator: torch.Gen
     of any magnitude, the wide set (Müller & Hutter, ICCV 2021). ``augmix``: mixed chains of operations (Hendrycks et
     al., ICLR 2020), without that paper's consistency loss.
 
-    Args:
-        images: (n, c, h, w) with values in [0, 1], grey or colour.
-        generator: draws the seed of all images; torch's own generator is restored.
+    ``images``: (n, c, h, w) with values in [0, 1], grey or colour; ``generator``: draws the seed of all images; torch's
+    own generator is restored.
     """
     from torchvision import transforms
 
@@ -358,11 +348,8 @@ def strong_view(
 ) -> Tensor:
     """A second, stronger augmentation of network inputs.
 
-    Args:
-        inputs: images (n, c, h, w) as a network reads them, or vectors, which do not change.
-
-    Returns:
-        Inputs of the same shape.
+    ``inputs``: images (n, c, h, w) as a network reads them, or vectors, which do not change. Returns inputs of the same
+    shape.
     """
     if inputs.dim() != 4:
         return inputs

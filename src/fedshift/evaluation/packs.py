@@ -141,8 +141,7 @@ class PackedRounds:
     def lines(self, run: PackedRun) -> bytes | None:
         """The content of a run's `rounds.jsonl`; None if it has none.
 
-        Raises:
-            UserError: the file has other rounds than `runs.parquet` says.
+        UserError if the file has other rounds than `runs.parquet` says.
         """
         first, number = self.rows.get(run.name, (0, 0))
         if run.count is None:

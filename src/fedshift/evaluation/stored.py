@@ -71,8 +71,7 @@ class Pack:
     def lines(self, name: str) -> bytes | None:
         """The content of a run's `rounds.jsonl`; None if it has none.
 
-        Raises:
-            UserError: the file of the rounds is damaged.
+        UserError if the file of the rounds is damaged.
         """
         file = self.folder / packs.ROUNDS
         return _rounds(file, _stamp(file)).lines(self.runs[name])

@@ -221,8 +221,7 @@ def _ranking_areas(outcomes: Outcomes, number: int, by_sample: Numbers) -> tuple
     Both are sums over the points of the curves at which there are samples of the class. Weights are whole numbers, so
     all sums but the last are exact in any order.
 
-    Args:
-        by_sample: a row of weights for each sample, (n, b).
+    ``by_sample``: a row of weights for each sample, (n, b).
     """
     scores = outcomes.scores[:, number]
     order = np.argsort(-scores, kind="stable")

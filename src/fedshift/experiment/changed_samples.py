@@ -57,9 +57,7 @@ def answers_under_changes(
 ) -> tuple[Answers, ...]:
     """What a model says of samples as they are, first, and under each change.
 
-    Args:
-        labels: class numbers (n,).
-        usual: what is usual at the sites that trained.
+    ``labels``: class numbers (n,); ``usual``: what is usual at the sites that trained.
     """
     answers = [Answers(scores, labels, nearby_answers(model, inputs, usual), there.apart(inputs))]
     for number, (_, changed) in enumerate(changes(inputs, usual), 1):

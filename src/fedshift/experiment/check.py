@@ -149,11 +149,8 @@ def progress_of(plan: Plan, folder: Path) -> Progress:
 def check(experiment: Experiment, runs: Path | None = None) -> Check:
     """Read the data, build the network, check that every method fits, and time a few mini-batches. Nothing is saved.
 
-    Args:
-        runs: the folder that holds the experiment's folder, to say what ran already; None: nothing did.
-
-    Raises:
-        UserError: something would stop the experiment later.
+    ``runs``: the folder that holds the experiment's folder, to say what ran already; None: nothing did. UserError if
+    something would stop the experiment later.
     """
     plan = Plan(experiment, experiment.protocol.taking_part(build_data(experiment)))
     data = plan.data
@@ -204,8 +201,7 @@ def noise_costs(experiment: Experiment) -> list[NoiseCost]:
 
     Use public or made-up data: each training looks at them, and this cost in ε is not counted.
 
-    Raises:
-        UserError: the experiment is not private, or cannot run.
+    UserError if the experiment is not private, or cannot run.
     """
     if experiment.training.privacy is None:
         raise UserError("training.privacy: write it, or there is no noise whose cost could be measured")

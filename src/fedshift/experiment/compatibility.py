@@ -87,11 +87,8 @@ OF_ALL_RUNS: tuple[OfExperiment, ...] = (
 def check_fit(plan: Plan) -> tuple[str, ...]:
     """Check, without training, that methods, network, data and the sites' refusals are compatible.
 
-    Returns:
-        Warnings of the methods about their options on these data, and about sites that will be left out.
-
-    Raises:
-        UserError: something is not compatible. The message names the first such thing.
+    Returns warnings of the methods about their options on these data, and about sites that will be left out. UserError
+    if something is not compatible. The message names the first such thing.
     """
     about = About(plan)
     return tuple(_notes(about))

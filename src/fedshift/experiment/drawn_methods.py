@@ -33,8 +33,7 @@ def drawn_methods(experiment: Experiment) -> tuple[Drawn, ...]:
     A draw depends on the seed, the method's label, its number and the field. So further methods, fields and draws leave
     those alone that there are.
 
-    Raises:
-        UserError: a space is of no field, or holds a value that the field does not take.
+    UserError if a space is of no field, or holds a value that the field does not take.
     """
     search = checked_spaces(experiment)
     draws = [drawn for method in experiment.methods for drawn in _draws_of(search, method)]
@@ -45,8 +44,7 @@ def drawn_methods(experiment: Experiment) -> tuple[Drawn, ...]:
 def checked_spaces(experiment: Experiment) -> Search:
     """The search section, whose spaces are of methods that there are.
 
-    Raises:
-        UserError: there is no section, or a space of another method.
+    UserError if there is no section, or a space of another method.
     """
     search = _of(experiment)
     labels = [method.display for method in experiment.methods]

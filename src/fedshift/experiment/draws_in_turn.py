@@ -39,8 +39,7 @@ class Trials:
 def learned_by(search: Search) -> Choosing:
     """The rule that the sampler learns from: the first that reads nothing of the target.
 
-    Raises:
-        UserError: there is only the oracle.
+    UserError if there is only the oracle.
     """
     rule = next((rule for rule in search.rules if rule != "oracle"), None)
     if rule is None:
@@ -51,11 +50,8 @@ def learned_by(search: Search) -> Choosing:
 def drawn_in_turn(experiment: Experiment, out: Sequence[str], target: str, train: Train) -> Trials:
     """Draw, train and draw again.
 
-    Args:
-        train: runs what is not finished of an experiment; the results of all its runs.
-
-    Raises:
-        UserError: Optuna is not installed, a space does not fit, or as ``train``.
+    ``train``: runs what is not finished of an experiment; the results of all its runs. UserError if Optuna is not
+    installed, a space does not fit, or as ``train``.
     """
     search = checked_spaces(experiment)
     rule = learned_by(search)

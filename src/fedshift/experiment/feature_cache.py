@@ -66,9 +66,8 @@ class SiteFeatures:
 def site_features(domain: Domain, extractor: Extractor, device: str, watcher: Watcher) -> SiteFeatures:
     """The features of one site's images, from the cache; or computed now and written to the cache.
 
-    Raises:
-        UserError: the cache file belongs to another backbone or cannot be written, or the features do not fit into
-            float16.
+    UserError if the cache file belongs to another backbone or cannot be written, or the features do not fit into
+    float16.
     """
     assert not isinstance(domain.inputs, SparseRows)
     header = {

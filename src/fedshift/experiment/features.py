@@ -24,11 +24,8 @@ _WIDEST = 10_000
 def build_data(experiment: Experiment, source: DataSource | None = None, watcher: Watcher | None = None) -> DataSet:
     """The experiment's data as methods train on them: features if the network's backbone is frozen.
 
-    Args:
-        source: builds the data in another encoding; by default the experiment's own.
-
-    Raises:
-        UserError: the backbone is frozen, but the data are not images or features cannot be computed.
+    ``source``: builds the data in another encoding; by default the experiment's own. UserError if the backbone is
+    frozen, but the data are not images or features cannot be computed.
     """
     data = (source or experiment.data).build()
     if not isinstance(experiment.model, Frozen):
@@ -57,8 +54,7 @@ def all_features(
 ) -> tuple[Extractor, Iterator[tuple[str, SiteFeatures]]]:
     """The frozen backbone; and each site's name and the features of its images, one site after another.
 
-    Raises:
-        UserError: the model has no frozen backbone, or as in `site_features`.
+    UserError if the model has no frozen backbone, or as in `site_features`.
     """
     options = experiment.model
     device = resolve_device(experiment.device)

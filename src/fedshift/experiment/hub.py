@@ -13,11 +13,7 @@ _WHAT = "--push"
 
 
 def checked_repository(repository: str) -> str:
-    """The name of a repository, ``OWNER/NAME``.
-
-    Raises:
-        UserError: it is none, or huggingface_hub is not installed.
-    """
+    """The name of a repository, ``OWNER/NAME``. UserError if it is none, or huggingface_hub is not installed."""
     hub = _hub()
     try:
         hub.utils.validate_repo_id(repository)

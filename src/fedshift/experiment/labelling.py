@@ -93,11 +93,7 @@ class ToLabel:
         return csv_text([_HEAD, *lines])
 
     def write(self, path: Path, labels: Mapping[int, str] | None = None) -> None:
-        """Write the list; only the user may read it.
-
-        Raises:
-            UserError: the file exists, or cannot be written.
-        """
+        """Write the list; only the user may read it. UserError if the file exists, or cannot be written."""
         if path.exists():
             raise UserError(f"{path} exists, perhaps with labels in it: name another file")
         write_bytes(path, self.text(labels).encode(), private=True)
@@ -160,8 +156,7 @@ def list_to_label(
 ) -> tuple[ToLabel, dict[int, str]]:
     """Read a list that was written for these data, and the labels that it has by row.
 
-    Raises:
-        UserError: it cannot be read, or is of other data.
+    UserError if it cannot be read, or is of other data.
     """
     scores, names = _score(trained, data, written)
     drawn, labels = _read(path, names, scores)

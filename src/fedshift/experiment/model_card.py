@@ -36,11 +36,8 @@ _ROWS = {
 def model_card(trained: TrainedModel, result: RunResult | None) -> str:
     """The card of a trained model.
 
-    Args:
-        result: the result of its run; None if it is not known, which leaves out measures and traffic.
-
-    Raises:
-        UserError: huggingface_hub is not installed.
+    ``result``: the result of its run; None if it is not known, which leaves out measures and traffic. UserError if
+    huggingface_hub is not installed.
     """
     hub = import_extra("huggingface_hub", extra="export", what="a model card")
     head = hub.ModelCardData(**_head(trained, result, hub)).to_yaml(original_order=_ORDER)

@@ -72,11 +72,7 @@ class Plan:
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """The targets, in order.
-
-        Raises:
-            UserError: as in `targets_of` of the protocol.
-        """
+        """The targets, in order. UserError as in `targets_of` of the protocol."""
         return self.experiment.protocol.targets_of(self.data)
 
     @cached_property
@@ -174,11 +170,7 @@ class Plan:
         return self._roles[target]
 
     def split(self, target: str, seed: int) -> Split:
-        """The rows of the runs with this target and seed.
-
-        Raises:
-            UserError: as in `split_of` of the protocol.
-        """
+        """The rows of the runs with this target and seed. UserError as in `split_of` of the protocol."""
         if (target, seed) not in self._splits:
             self._splits[target, seed] = self._split(target, seed)
         return self._splits[target, seed]
@@ -318,8 +310,7 @@ class PlannedRun:
     def privacy(self) -> dict[str, SitePrivacy]:
         """What the run costs each site; empty unless it is private.
 
-        Raises:
-            UserError: the ε that is asked for cannot be reached.
+        UserError if the ε that is asked for cannot be reached.
         """
         if (training := self.training).privacy is None:
             return {}

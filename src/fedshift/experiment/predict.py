@@ -88,8 +88,7 @@ def warn_in_python(text: str) -> None:
 def check_scores(scores: npt.NDArray[np.float32], names: Sequence[str]) -> None:
     """Refuse samples of which a model says no number, as of values that are too large for it.
 
-    Raises:
-        UserError: there are some; it names the first.
+    UserError if there are some; it names the first.
     """
     lost = np.flatnonzero(~np.isfinite(scores).all(axis=1))
     if len(lost):
@@ -113,8 +112,7 @@ class ToPredict:
     def check(self, accept_shift: bool, warn: Warn = warn_in_python) -> None:
         """Refuse samples that are too unlike the training data, unless they are accepted; warn of unusual ones.
 
-        Raises:
-            UserError: they are refused.
+        UserError if they are refused.
         """
         self.shift.check(accept=accept_shift)
         for warning in (self.shift.warning, self.left_out, self.scale):
@@ -137,11 +135,8 @@ class TrainedModel:
         """Read an image, a folder of images, an .npz or a table, or samples in memory, and compare them with the
         training data.
 
-        Args:
-            written: how a table is written, where it differs from those of the training; None: as these.
-
-        Raises:
-            UserError: the data do not fit the model.
+        ``written``: how a table is written, where it differs from those of the training; None: as these. UserError if
+        the data do not fit the model.
         """
         table = table_to_predict(data, self.stored, written)
         if table is not None:
@@ -289,8 +284,7 @@ class TrainedModel:
     def masks(self, inputs: Stored) -> Iterator[npt.NDArray[np.bool_]]:
         """The predicted masks of each sample, (structures, height, width).
 
-        Raises:
-            UserError: it is a model for classification.
+        UserError if it is a model for classification.
         """
         if not self.segments:
             raise UserError("this model predicts classes, not masks: leave out --masks")
@@ -340,8 +334,7 @@ class TrainedModel:
 def how_written(fields: Mapping[str, Any]) -> SiteFormat | None:
     """How a table to predict is written, by fields of a data section; None if there are no fields.
 
-    Raises:
-        UserError: there is no such field, or its value does not fit.
+    UserError if there is no such field, or its value does not fit.
     """
     if not fields:
         return None
@@ -429,11 +422,7 @@ def _fitting(
 def from_weights(
     weights: Weights, metadata: Mapping[str, Any], method: Method, options: NetworkOptions
 ) -> TrainedModel:
-    """The trained model of weights that were never in a file.
-
-    Args:
-        metadata: what its file would say about it.
-    """
+    """The trained model of weights that were never in a file. ``metadata``: what its file would say about it."""
     _, network = _networks(method, options, metadata)
     network.load_state_dict(dict(weights))
     preprocessing = Preprocessing.model_validate(metadata["preprocessing"])

@@ -52,8 +52,7 @@ def _cost(training: Training, samples: int, steps: int, unit: Literal["sample", 
 def draws_of(privacy: Mapping[str, SitePrivacy], identity: Mapping[str, Any]) -> dict[str, Draws]:
     """Where each site of a private run draws its noise from: from the run and the site, so a resumed run repeats it.
 
-    Args:
-        privacy: what the run costs each site; empty unless it is private.
+    ``privacy``: what the run costs each site; empty unless it is private.
     """
     if not privacy:
         return {}

@@ -54,8 +54,7 @@ def rungs(methods: int, factor: int) -> tuple[Rung, ...]:
 def kept_out(experiment: Experiment, names: Sequence[str]) -> tuple[str, ...]:
     """The domains that the search never reads: those named, or else the experiment's targets, if it lists them.
 
-    Raises:
-        UserError: the experiment cannot be searched.
+    UserError if the experiment cannot be searched.
     """
     protocol = experiment.protocol
     protocol.for_search(names)  # refuses one that leaves no source out

@@ -82,11 +82,8 @@ def without_target(experiment: Experiment, draws: Sequence[Drawn], out: Sequence
 def check_rules(experiment: Experiment, rules: Sequence[Choosing], data: DataSet) -> None:
     """Check that the rules can choose.
 
-    Args:
-        experiment: of `with_draws`.
-
-    Raises:
-        UserError: no samples are held out, or there are too few sources to leave one out.
+    ``experiment``: of `with_draws`. UserError if no samples are held out, or there are too few sources to leave one
+    out.
     """
     if "training_domains" in rules and not experiment.protocol.holds_out:
         raise UserError(
@@ -112,9 +109,7 @@ def choices(
 ) -> list[Chosen]:
     """What a rule chooses. Draws whose training diverged cannot be chosen.
 
-    Args:
-        runs: of `with_draws`.
-        inner: target → the runs of `without_target`; empty for other rules.
+    ``runs``: of `with_draws`; ``inner``: target → the runs of `without_target`; empty for other rules.
     """
     seeds = sorted({seed for _, _, seed in runs})
     result = []
@@ -173,11 +168,8 @@ def with_choices(experiment: Experiment, chosen: Sequence[Chosen], target: str, 
 
     They are those of the first rule that reads nothing of the target; of several seeds, the most frequent draw.
 
-    Args:
-        alone: whether there is no other target, so that the name needs none.
-
-    Returns:
-        None if only the oracle chose, or nothing could be chosen for a method.
+    ``alone``: whether there is no other target, so that the name needs none. Returns none if only the oracle chose, or
+    nothing could be chosen for a method.
     """
     search = experiment.search
     rule = next((rule for rule in search.rules if rule != "oracle"), None) if search is not None else None

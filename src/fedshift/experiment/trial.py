@@ -29,11 +29,8 @@ _MINI_BATCHES = 4
 def try_method(planned: PlannedRun, network: Network) -> None:
     """Run the start and two rounds of a method on made-up samples, with a few mini-batches at each site.
 
-    Args:
-        network: like that of the run's sites. It is not changed.
-
-    Raises:
-        UserError: the method fails. The message names the line of its file.
+    ``network``: like that of the run's sites. It is not changed. UserError if the method fails. The message names the
+    line of its file.
     """
     method, engine, data = planned.run.method, planned.experiment.engine, planned.data
     made = {name: _made_up(domain, len(data.classes)) for name, domain in data.domains.items()}
@@ -93,11 +90,7 @@ def _made_up(domain: Domain, classes: int) -> Domain:
 def try_training(network: Network, options: NetworkOptions, training: Training, input_shape: tuple[int, ...]) -> None:
     """Take one step with made-up samples in [0, 1]. The network does not change.
 
-    Args:
-        input_shape: shape of one sample.
-
-    Raises:
-        UserError: the network cannot train.
+    ``input_shape``: shape of one sample. UserError if the network cannot train.
     """
     what = f"model '{options.display}'"
     for name, parameter in network.named_parameters():

@@ -44,11 +44,8 @@ class Choice:
 def choice_at(collected: Collected, target: str, estimates: Estimates | None = None) -> Choice:
     """Decide which model answers at a target, from what the others measured.
 
-    Args:
-        estimates: at targets without labels; None: they are made if the choice needs them.
-
-    Raises:
-        UserError: there is no such target, or no federated method left the target's samples alone.
+    ``estimates``: at targets without labels; None: they are made if the choice needs them. UserError if there is no
+    such target, or no federated method left the target's samples alone.
     """
     results = [run.result for run in collected.all_runs]
     known = list(dict.fromkeys(result.target for result in results))

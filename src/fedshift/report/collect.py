@@ -99,11 +99,8 @@ def natural(text: str) -> list[tuple[int, str]]:
 def collect(folder: str | os.PathLike[str]) -> Collected:
     """Read all finished runs in or below a folder.
 
-    Args:
-        folder: an experiment's folder, a folder that holds one experiment, or the folder of a method, target or seed.
-
-    Raises:
-        UserError: there is no such folder, it holds no finished run or several experiments, or a file is corrupt.
+    ``folder``: an experiment's folder, a folder that holds one experiment, or the folder of a method, target or seed.
+    UserError if there is no such folder, it holds no finished run or several experiments, or a file is corrupt.
     """
     root = Path(folder).resolve()
     folders = run_folders(root)

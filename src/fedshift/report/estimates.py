@@ -77,11 +77,7 @@ def _reasons(by_site: Estimates) -> Iterator[str]:
 
 
 def estimates_of(collected: Collected) -> Estimates:
-    """The accuracy to expect at each target without labels, of every run.
-
-    Raises:
-        UserError: predictions are damaged.
-    """
+    """The accuracy to expect at each target without labels, of every run. UserError if predictions are damaged."""
     by_site: Estimates = {}
     for run in collected.unmeasured:
         by_method = by_site.setdefault(run.result.target, {})

@@ -52,8 +52,7 @@ def comparable(
 ) -> Comparable:
     """The averages of the methods that were measured at every target.
 
-    Args:
-        select: the selection rule whose round is taken.
+    ``select``: the selection rule whose round is taken.
     """
     at: dict[str, dict[str, set[int]]] = {name: {} for name in methods}
     for result in results:
@@ -77,8 +76,7 @@ def comparable(
 def unlike_seeds(comparable: Comparable, repeat: str) -> str:
     """Which methods have which seeds, as a sentence without its end; "" if all have the same.
 
-    Args:
-        repeat: what a seed is: "seed" or "split".
+    ``repeat``: what a seed is: "seed" or "split".
     """
     if comparable.alike:
         return ""

@@ -80,8 +80,7 @@ def without_labels(domains: Sequence[DomainCheck]) -> Iterator[str]:
 def missing_cells_of(column: str, sites: Mapping[str, tuple[int, int]]) -> str:
     """How many cells of a column are missing at each site; of many sites those with the largest shares.
 
-    Args:
-        sites: site → its missing cells and its rows.
+    ``sites``: site → its missing cells and its rows.
     """
     some = {site: counts for site, counts in sites.items() if counts[0]}
     shown = sorted(some, key=lambda site: -some[site][0] / some[site][1]) if len(some) > FEW else [*some]
@@ -93,11 +92,7 @@ def missing_cells_of(column: str, sites: Mapping[str, tuple[int, int]]) -> str:
 
 
 def privacy_rows(spent: Mapping[str, tuple[float, float]]) -> list[list[str]]:
-    """ε of a run and of all runs for each site; of many, where they are least and most.
-
-    Args:
-        spent: site → both.
-    """
+    """ε of a run and of all runs for each site; of many, where they are least and most. ``spent``: site → both."""
     if len(spent) > FEW:
         least, most = min(spent, key=lambda site: spent[site]), max(spent, key=lambda site: spent[site])
         spent = {f"{len(spent)} sites, least ({least})": spent[least], f"most ({most})": spent[most]}

@@ -79,11 +79,7 @@ ACCURACY, DISTANCES = MEASURES["accuracy"], (MEASURES["hd95"], MEASURES["hausdor
 
 
 def measure_of(name: str, results: Sequence[RunResult]) -> Measure:
-    """The measure called ``name``.
-
-    Raises:
-        UserError: these results cannot have it.
-    """
+    """The measure called ``name``. UserError if these results cannot have it."""
     known = [name for name, entry in ENTRIES.items() if any(result.metric in entry.tasks for result in results)]
     if name not in known:
         raise UserError(f"--metric: these results have no '{name}'; {nearest(name, known)}")

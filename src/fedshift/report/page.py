@@ -56,11 +56,7 @@ DARK = {
 def write_page(folder: Path, report: Report) -> Path:
     """Write `report.html` in ``folder``, atomically. Only the user may read a page that shows samples.
 
-    Returns:
-        Its path.
-
-    Raises:
-        UserError: the page cannot be written there.
+    Returns its path. UserError if the page cannot be written there.
     """
     reports_installed("the page")
     path, details = folder / PAGE, report.details

@@ -39,8 +39,7 @@ _LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
 def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]], measure: Measure = ACCURACY) -> Figure:
     """Curves of methods, with a panel for each horizontal axis. The band is one standard deviation over seeds.
 
-    Args:
-        curves: label of the horizontal axis → method → curve, in percent.
+    ``curves``: label of the horizontal axis → method → curve, in percent.
     """
     figure, panels = new_figure(9.6, 3.6, len(curves))
     for axes, (label, lines) in zip(panels, curves.items(), strict=True):
@@ -55,8 +54,7 @@ def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]], measure: Mea
 def accuracy_at_targets(curves: Mapping[str, Mapping[str, Curve]], measure: Measure = ACCURACY) -> Figure:
     """Curves of methods over rounds, with a panel for each target, three in a row.
 
-    Args:
-        curves: target → method → curve, in percent.
+    ``curves``: target → method → curve, in percent.
     """
     columns = min(_COLUMNS, len(curves))
     figure, panels = _named_panels(curves, ("round", measure.axis), 2.2, columns, 100 if measure.unit else np.inf)
@@ -69,8 +67,7 @@ def accuracy_at_targets(curves: Mapping[str, Mapping[str, Curve]], measure: Meas
 def operating_curves(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
     """ROC curves, with a panel for each target.
 
-    Args:
-        curves: target → method → (100 − specificity, sensitivity, None), in percent.
+    ``curves``: target → method → (100 − specificity, sensitivity, None), in percent.
     """
     axis_names = "false alarms, %", "recognised, %"
     figure, panels = _named_panels(curves, axis_names, 2.9, min(_COLUMNS, len(curves)), 100)
@@ -84,8 +81,7 @@ def site_weights(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
 
     The band is one standard deviation over seeds.
 
-    Args:
-        curves: target → site → curve.
+    ``curves``: target → site → curve.
     """
     columns = len(curves) if len(curves) <= 4 else _COLUMNS
     figure, panels = _named_panels(curves, ("round", "weight"), 2.5, columns, 1)
@@ -117,8 +113,7 @@ def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) ->
     Points and not bars: the differences between methods are small compared to the accuracies. What pools samples is a
     dash, the most frequent class a grey line. A thin line behind a point is the interval over the target's samples.
 
-    Args:
-        names: what the legend calls a method, where that is not its name.
+    ``names``: what the legend calls a method, where that is not its name.
     """
     figure, [axes] = new_figure(9.6, 3.6)
     shown = [AVERAGE, *(column for column in table.columns if column != AVERAGE)]  # a small screen shows the average
@@ -173,8 +168,7 @@ def _draw_majority(axes: Axes, table: Table, shown: Sequence[str]) -> None:
 def reliability(curves: Mapping[str, Sequence[tuple[float, float, int]]]) -> Figure:
     """How often scores come true: a line per method, and a thin one for scores that do so exactly.
 
-    Args:
-        curves: method → (mean score, share that came true, samples) of each bin, in percent.
+    ``curves``: method → (mean score, share that came true, samples) of each bin, in percent.
     """
     figure, [axes] = new_figure(4.8, 4.2)
     axes.plot([0, 100], [0, 100], color=GRID, linewidth=1)
@@ -191,8 +185,7 @@ def reliability(curves: Mapping[str, Sequence[tuple[float, float, int]]]) -> Fig
 def estimates(by_site: Mapping[str, tuple[float, float, float, float | None]]) -> Figure:
     """Estimates with their intervals, a line for each, the first at the top.
 
-    Args:
-        by_site: name → estimate, low and high end, and the usual number or None, in percent.
+    ``by_site``: name → estimate, low and high end, and the usual number or None, in percent.
     """
     figure, [axes] = new_figure(9.6, 0.9 + 0.4 * len(by_site))
     for height, (middle, low, high, usual) in enumerate(by_site.values()):
@@ -210,8 +203,7 @@ def estimates(by_site: Mapping[str, tuple[float, float, float, float | None]]) -
 def placed_samples(placed: Mapping[str, tuple[NDArray[np.float32], Sequence[str], Sequence[str]]]) -> Figure:
     """Samples as points, a row of two panels for each method: coloured by class, then by site.
 
-    Args:
-        placed: method → points (n, 2), class of each, site of each.
+    ``placed``: method → points (n, 2), class of each, site of each.
     """
     figure, panels = new_figure(9.6, 0.2 + 3.0 * len(placed), 2 * len(placed), 2)
     for number, axes in enumerate(panels):
@@ -231,8 +223,7 @@ def placed_samples(placed: Mapping[str, tuple[NDArray[np.float32], Sequence[str]
 def bytes_by_kind(sizes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
     """Megabytes per run by kind of content, with a bar for each method and direction.
 
-    Args:
-        sizes: method → "up" or "down" → kind → bytes.
+    ``sizes``: method → "up" or "down" → kind → bytes.
     """
     kinds = sorted({kind for ways in sizes.values() for by_kind in ways.values() for kind in by_kind})
     bars = [(method, way) for method in sizes for way in ("up", "down")]
@@ -267,8 +258,7 @@ def svg(figure: Figure, description: str) -> str:
 
     Its colours become the page's variables (--ink, --grid, --paper, --s0 … --s7), for light and dark screens.
 
-    Args:
-        description: the text for readers who do not see it. No two figures of a page may share it.
+    ``description``: the text for readers who do not see it. No two figures of a page may share it.
     """
     import matplotlib
     from matplotlib.text import Text

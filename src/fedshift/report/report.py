@@ -59,21 +59,13 @@ def report_of(collected: Collected, select: Selection = "last", metric: str = ""
 def whole_report(collected: Collected, samples: ShownSamples | None = None) -> Report:
     """Compute what the page shows, too.
 
-    Args:
-        samples: the samples, if the page shows them.
-
-    Raises:
-        UserError: as `report_of`; or a `rounds.jsonl` is corrupt.
+    ``samples``: the samples, if the page shows them. UserError as `report_of`; or a `rounds.jsonl` is corrupt.
     """
     return _Computing(collected).whole(samples)
 
 
 def verdict_of(collected: Collected) -> Verdict:
-    """What the last rounds of finished runs say.
-
-    Raises:
-        UserError: as `report_of`.
-    """
+    """What the last rounds of finished runs say. UserError as `report_of`."""
     verdict = report_of(collected).verdict
     assert verdict is not None
     return verdict

@@ -130,9 +130,8 @@ def pooled_reliability(runs: Sequence[RunResult]) -> list[tuple[float, float, in
 def weights_over_rounds(runs: Sequence[Sequence[RoundRecord]]) -> dict[str, Curve]:
     """Curves of the sites' weights at one target.
 
-    Returns:
-        Site → (rounds, mean over seeds, standard deviation over seeds), for the rounds that all seeds report. Empty if
-        the method does not report one number per site.
+    Returns site → (rounds, mean over seeds, standard deviation over seeds), for the rounds that all seeds report. Empty
+    if. Returns the method does not report one number per site.
     """
     series = [_numbers(rounds) for rounds in runs]
     if not series or not all(series):
@@ -150,8 +149,7 @@ def weights_over_rounds(runs: Sequence[Sequence[RoundRecord]]) -> dict[str, Curv
 def weights_by_layer(runs: Sequence[Sequence[RoundRecord]]) -> dict[str, dict[str, Curve]]:
     """Layer → curves of the sites' weights, as `weights_over_rounds`, for methods that report weights by layer.
 
-    Args:
-        runs: the rounds of each seed at one target.
+    ``runs``: the rounds of each seed at one target.
     """
     reported = [record.aggregation_weights for rounds in runs for record in rounds]
     layers = dict.fromkeys(

@@ -27,9 +27,7 @@ class Climbed:
 def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> str:
     """The page, in Markdown. p is corrected for all differences on it (Holm).
 
-    Args:
-        out: the domains that the search did not read.
-        budget: mini-batches of each site with all of the budget.
+    ``out``: the domains that the search did not read; ``budget``: mini-batches of each site with all of the budget.
     """
     tests = [
         (level, method, _difference(level, method)) for level in climbed for method in level.experiment.methods[1:]

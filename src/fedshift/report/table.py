@@ -176,8 +176,7 @@ def measure_notes(measure: Measure) -> Iterator[Note]:
 def headline(results: Sequence[RunResult]) -> Measure:
     """What methods are compared by in these results: accuracy, Dice coefficient, a harmonic mean of either, or RMSE.
 
-    Raises:
-        UserError: the runs are of several tasks.
+    UserError if the runs are of several tasks.
     """
     if len({result.metric for result in results}) > 1:
         raise UserError(

@@ -144,11 +144,7 @@ TRACKERS: Mapping[str, type[Tracker]] = {"tensorboard": TensorBoard, "mlflow": M
 
 
 def tracker(name: str) -> Tracker:
-    """The tracker of that name.
-
-    Raises:
-        UserError: there is no such tracker, or its package is not installed.
-    """
+    """The tracker of that name. UserError if there is no such tracker, or its package is not installed."""
     if name not in TRACKERS:
         raise UserError(f"--track: there is no tracker '{name}'; {nearest(name, TRACKERS)}")
     return TRACKERS[name]()

@@ -146,8 +146,7 @@ class Arrays(TaskFields):
     def build(self) -> DataSet:
         """Domains of uint8 images (n, c, h, w), float32 features (n, d) or int64 tokens (n, length).
 
-        Raises:
-            UserError: a file cannot be used; names it.
+        UserError if a file cannot be used; names it.
         """
         self.check_site_labels(self.sites, classes=self.has_classes)
         read = {site: _arrays(site, held, self.site_labels.get(site)) for site, held in self.sites.items()}

@@ -85,11 +85,8 @@ def draw(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Draw one image.
 
-    Args:
-        size: height and width in pixels.
-
-    Returns:
-        The image (3, size, size) with values 0 to 255, and its masks (2, size, size) of 0 and 1.
+    ``size``: height and width in pixels. Returns the image (3, size, size) with values 0 to 255, and its masks (2,
+    size, size) of 0 and 1.
     """
     down, across = np.meshgrid(*[(np.arange(size) + 0.5) / size - 0.5] * 2, indexing="ij")
     scene, masks = _anatomy(down, across, generator)

@@ -135,14 +135,7 @@ class DrawnLetters(DataSource):
 
 
 def draw(hand: Hand, letter: str, size: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Draw one image.
-
-    Args:
-        size: height and width in pixels.
-
-    Returns:
-        The image (3, size, size) with values 0 to 255.
-    """
+    """Draw one image. ``size``: height and width in pixels. Returns the image (3, size, size) with values 0 to 255."""
     from scipy.ndimage import gaussian_filter
 
     cover = _letter(hand, letter, size, generator)

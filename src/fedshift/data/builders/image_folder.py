@@ -99,8 +99,7 @@ class ImageFolder(SiteLabels):
     def build(self) -> DataSet:
         """Domains of images (n, 1 or 3, size, size), memory-mapped.
 
-        Raises:
-            UserError: a folder or site is missing or empty, an image does not decode, or classes differ between sites.
+        UserError if a folder or site is missing or empty, an image does not decode, or classes differ between sites.
         """
         left_out = LeftOut()
         result = self._images(left_out)
@@ -357,8 +356,7 @@ def _is_hidden(name: str) -> bool:
 def image_warnings(made: Decoded, files: Mapping[str, Sequence[ImageFile]]) -> Iterator[str]:
     """What decoded images do not show: values that fill a small part of their range, and pages that were not read.
 
-    Args:
-        made: the images of all sites, in the order of ``files``.
+    ``made``: the images of all sites, in the order of ``files``.
     """
     flat = [file.name for of_site in files.values() for file in of_site]
     begin = 0
@@ -395,11 +393,7 @@ def _dark(site: str, deep: Mapping[str, Deep], *, colour: bool) -> Iterator[str]
 def site_folders(root: Path, layout: str) -> list[Path]:
     """The folders of sites in ``root``, sorted.
 
-    Args:
-        root: the option ``data.root``.
-
-    Raises:
-        UserError: there is no such folder, or it holds no folders.
+    ``root``: the option ``data.root``. UserError if there is no such folder, or it holds no folders.
     """
     if not root.is_dir():
         raise UserError(f"data.root: folder {root} does not exist; expected {layout}")
@@ -412,9 +406,8 @@ def site_folders(root: Path, layout: str) -> list[Path]:
 def root_hint(root: Path, is_site: Callable[[Path], bool]) -> str:
     """A question about the root where the folders of the sites lie one folder above or below it; else empty.
 
-    Args:
-        root: the option ``data.root``, below which a site's folder has no images.
-        is_site: whether a folder is laid out as a site's.
+    ``root``: the option ``data.root``, below which a site's folder has no images; ``is_site``: whether a folder is laid
+    out as a site's.
     """
     root = root.resolve()
     for candidate in (*folders(root)[:_MOST_TRIED], *([root.parent] if is_site(root) else [])):

@@ -48,8 +48,7 @@ class InMemory:
     def columns(self, label: str) -> dict[str, Sequence[Any]]:
         """The columns of a data frame or of a Hugging Face data set, and the labels under the name ``label``.
 
-        Raises:
-            UserError: the samples have no columns.
+        UserError if the samples have no columns.
         """
         if not (self.is_frame or self.is_named):
             raise UserError(
@@ -63,8 +62,7 @@ class InMemory:
     def arrays(self, where: str) -> tuple[Array, Array]:
         """Inputs and labels as arrays, with a row for each sample.
 
-        Raises:
-            UserError: samples differ in shape, have no labels, or cannot be read.
+        UserError if samples differ in shape, have no labels, or cannot be read.
         """
         if self.labels is not None:
             return _array(f"{where}: inputs", self._plain), _array(f"{where}: labels", self.labels)
@@ -101,11 +99,7 @@ class InMemory:
         return None
 
     def inputs(self, where: str) -> Array:
-        """The inputs of samples whose labels are not read, with a row for each.
-
-        Raises:
-            UserError: as for `arrays`.
-        """
+        """The inputs of samples whose labels are not read, with a row for each. UserError as for `arrays`."""
         plain = (
             self.labels is not None
             or self.is_tokenized
@@ -133,9 +127,7 @@ class InMemory:
 def held_at(value: Any) -> Path | Database:
     """A path or, where it reads like one, the address of a database.
 
-    Raises:
-        ValueError: it is neither.
-        UserError: the address cannot be used.
+    ValueError if it is neither. UserError if the address cannot be used.
     """
     if isinstance(value, str):
         return database(value) if is_address(value) else Path(value)
@@ -147,9 +139,7 @@ def held_at(value: Any) -> Path | Database:
 def samples_in(value: Any) -> Path | Database | InMemory:
     """What a site's entry under ``data.sites`` stands for.
 
-    Raises:
-        ValueError: it is neither a path nor samples.
-        UserError: it is the address of a database that cannot be used.
+    ValueError if it is neither a path nor samples. UserError if it is the address of a database that cannot be used.
     """
     if isinstance(value, InMemory):
         return value

@@ -155,8 +155,7 @@ def mask_file(folder: Path, structure: str, name: str) -> Path:
 
     A structure's name comes from the model file, which may not be trustworthy. So it must be a plain file name.
 
-    Raises:
-        UserError: the path is not below the folder.
+    UserError if the path is not below the folder.
     """
     if structure in ("", "..") or structure != Path(structure).name or set(structure) & {"/", "\\", "\0", "\n", "\r"}:
         raise UserError(

@@ -218,8 +218,7 @@ def _volume(path: Path) -> tuple[Any, tuple[int, ...], Values]:
 def nifti_volume(path: Path) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
     """The values of a NIfTI file with three axes as stored, and its affine to (right, front, head) in millimetres.
 
-    Raises:
-        UserError: it is damaged, in colour, or no volume.
+    UserError if it is damaged, in colour, or no volume.
     """
     image, shape, _ = _volume(path)
     if _nifti_colour(path):
@@ -273,8 +272,7 @@ def _dicom_header(path: Path, patient: Patient) -> _Header | None:
 def grey_header(path: Path) -> Any:
     """pydicom's data set of a DICOM file of one grey slice, without its pixels; None if it holds no image.
 
-    Raises:
-        UserError: the file is damaged, of a kind that is not read, in colour, or of several frames.
+    UserError if the file is damaged, of a kind that is not read, in colour, or of several frames.
     """
     pydicom = import_extra("pydicom", extra="medical", what=f"{path.name}, a DICOM file,")
     if (known := _dicom_header(path, "file")) is None:
@@ -289,8 +287,7 @@ def grey_header(path: Path) -> Any:
 def grey_values(path: Path) -> npt.NDArray[np.float32]:
     """The values (rows, columns) of such a file in the units of its modality; NaN where it is padded.
 
-    Raises:
-        UserError: the file is damaged.
+    UserError if the file is damaged.
     """
     stored, whole = _decode(path)
     values = _modality(stored[0], whole, 0).astype(np.float32)

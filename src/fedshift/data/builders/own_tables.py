@@ -324,8 +324,7 @@ class Table(TableFormat, TaskFields):
     def build(self) -> DataSet:
         """Domains of float32 features (n, d), or int64 tokens (n, length).
 
-        Raises:
-            UserError: a file cannot be used; names file, line and column.
+        UserError if a file cannot be used; names file, line and column.
         """
         whole = self._whole_tables()
         warnings = tuple(self._unread_labels(whole))

@@ -33,8 +33,7 @@ def turned_clockwise(images: Pixels, angle: float) -> Pixels:
     Bit for bit the same on every processor: torch's rotation takes instructions that differ in the last digit, and a
     pixel that lies between two grey levels then becomes either.
 
-    Args:
-        images: (n, h, w).
+    ``images``: (n, h, w).
     """
     if angle == 0:
         return images

@@ -84,8 +84,7 @@ def draw(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Draw one volume.
 
-    Returns:
-        The volume (1, size, size, size) with values 0 to 255, and its masks (2, size, size, size) of 0 and 1.
+    Returns the volume (1, size, size, size) with values 0 to 255, and its masks (2, size, size, size) of 0 and 1.
     """
     axes = np.stack(np.meshgrid(*[(np.arange(size) + 0.5) / size - 0.5] * 3, indexing="ij"))
     centre, radii = generator.uniform(-0.08, 0.08, 3), generator.uniform(0.25, 0.36, 3)

@@ -35,11 +35,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """The condition of a text such as ``num > 0``.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """The condition of a text such as ``num > 0``. ValueError if it is none."""
         match = _CONDITION.fullmatch(text)
         if match is None:
             raise ValueError(f"positive: '{text}' is no condition; write a column, a sign and a value: num > 0")
@@ -49,11 +45,7 @@ class Condition:
         return cls(column, sign, canonical(value))
 
     def holds(self, table: Columns, row: int) -> bool:
-        """Whether a row is positive.
-
-        Raises:
-            UserError: its cell is not a number, and the sign needs one.
-        """
+        """Whether a row is positive. UserError if its cell is not a number, and the sign needs one."""
         cell = canonical(table.cells[self.column][row])
         if self.sign not in _COMPARED:
             return (cell == self.value) == (self.sign != "!=")
@@ -151,11 +143,7 @@ class Labelling(BaseModel):
 
 
 def quantities_of(table: Columns, column: str) -> npt.NDArray[np.float32]:
-    """The number in a column of each row, (n,).
-
-    Raises:
-        UserError: a label is missing, or is not a finite number.
-    """
+    """The number in a column of each row, (n,). UserError if a label is missing, or is not a finite number."""
     _check_any_label(table, column)
     out = np.empty(len(table), dtype=np.float32)
     for row, cell in enumerate(table.cells[column]):
@@ -176,8 +164,7 @@ def quantities_of(table: Columns, column: str) -> npt.NDArray[np.float32]:
 def labels_of(table: Columns, task: str, columns: Sequence[str]) -> npt.NDArray[np.float32]:
     """The labels of each row for a task whose labels are no classes: (n,), or (n, columns) of several columns.
 
-    Raises:
-        UserError: a cell does not fit the task.
+    UserError if a cell does not fit the task.
     """
     out = np.stack([quantities_of(table, column) for column in columns], axis=1)
     if task == "time_to_event":

@@ -49,8 +49,7 @@ class Volume:
 def series_of(name: str, files: Sequence[Path], patient: Patient = "id") -> list[Series]:
     """The series among files: each NIfTI file is one, DICOM files by their series UID, in its order.
 
-    Raises:
-        UserError: a file is damaged or of a kind that is not read.
+    UserError if a file is damaged or of a kind that is not read.
     """
     result = [Series(str(path), (path,), str(path)) for path in files if _is_nifti(path)]
     groups: dict[str, list[Path]] = {}

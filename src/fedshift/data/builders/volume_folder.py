@@ -102,8 +102,7 @@ class VolumeFolder(DataSource):
     def build(self) -> DataSet:
         """Domains of uint8 volumes (n, 1, depth, height, width), with masks if there are any.
 
-        Raises:
-            UserError: a folder or a volume is missing or cannot be used; names it.
+        UserError if a folder or a volume is missing or cannot be used; names it.
         """
         left_out, sites = LeftOut(), site_folders(self.root, _LAYOUT)
         left_out.note_misplaced(self.root)

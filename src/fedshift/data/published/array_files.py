@@ -39,8 +39,7 @@ class Npz(BaseModel):
     def read(self, location: Location) -> dict[str, Samples]:
         """The images by domain; those of one part after those of another.
 
-        Raises:
-            UserError: a file is missing, damaged, or holds arrays that do not fit.
+        UserError if a file is missing, damaged, or holds arrays that do not fit.
         """
         domains = {}
         for domain in location.chosen:
@@ -77,8 +76,7 @@ class Pickles(BaseModel):
     def read(self, location: Location) -> dict[str, Samples]:
         """All images, as one domain.
 
-        Raises:
-            UserError: a file is missing, damaged, could run code, or holds arrays that do not fit.
+        UserError if a file is missing, damaged, could run code, or holds arrays that do not fit.
         """
         read: list[tuple[Values, Values, Part]] = []
         path = location.folder
@@ -131,8 +129,7 @@ class Mat(BaseModel):
     def read(self, location: Location) -> dict[str, Samples]:
         """The images by domain, grey ones with their channel three times.
 
-        Raises:
-            UserError: a file is missing or damaged, or lacks an entry.
+        UserError if a file is missing or damaged, or lacks an entry.
         """
         domains = {}
         for domain in location.chosen:

@@ -40,8 +40,7 @@ class Folders(BaseModel):
     def read(self, location: Location) -> dict[str, Samples]:
         """The images by domain, classes in order, files sorted.
 
-        Raises:
-            UserError: the folder of a domain is missing, or one is of no class.
+        UserError if the folder of a domain is missing, or one is of no class.
         """
         before, _, _ = self.path.partition("{class}")
         domains = {}
@@ -83,8 +82,7 @@ class Lists(BaseModel):
     def read(self, location: Location) -> dict[str, Samples]:
         """The images by domain, in the order of the lists.
 
-        Raises:
-            UserError: a list is missing or damaged, or names an image that is not there.
+        UserError if a list is missing or damaged, or names an image that is not there.
         """
         domains = {}
         for domain in location.chosen:
@@ -149,8 +147,7 @@ class Table(BaseModel):
     def read(self, location: Location) -> dict[str, Samples]:
         """The images by domain, in the order of the table.
 
-        Raises:
-            UserError: the table is missing or damaged, or names an image that is not there.
+        UserError if the table is missing or damaged, or names an image that is not there.
         """
         table = _first(location.folder, self.files)
         if table is None:

@@ -38,11 +38,7 @@ class Levels(BaseModel):
         )
 
     def read(self, location: Location) -> dict[str, Samples]:
-        """The images by domain, files of the training part first.
-
-        Raises:
-            UserError: a folder or a mask is missing.
-        """
+        """The images by domain, files of the training part first. UserError if a folder or a mask is missing."""
         domains = {}
         for domain in location.chosen:
             files = list(self._of_domain(domain, location))
@@ -99,8 +95,7 @@ class Volumes(BaseModel):
     def read(self, location: Location) -> dict[str, Samples]:
         """The slices by domain, in the order of the files.
 
-        Raises:
-            UserError: a folder or a segmentation is missing, or has another number of slices.
+        UserError if a folder or a segmentation is missing, or has another number of slices.
         """
         domains = {}
         for domain in location.chosen:

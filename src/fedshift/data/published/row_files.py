@@ -31,11 +31,7 @@ class Rows(BaseModel):
         return f"{self.table} and {self.split[0]}"
 
     def read(self, location: Location) -> dict[str, Samples]:
-        """The rows by domain, in the order of the table.
-
-        Raises:
-            UserError: a file is missing or damaged.
-        """
+        """The rows by domain, in the order of the table. UserError if a file is missing or damaged."""
         listing = next((location.folder / name for name in self.split if (location.folder / name).exists()), None)
         if listing is None or not (location.folder / self.table).exists():
             raise location.missing(f"files {self.table} and {self.split[0]}")

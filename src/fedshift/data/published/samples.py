@@ -44,11 +44,7 @@ class Location:
     how: str  # what to fetch, and how the folder must look, for messages
 
     def inside(self, name: str, named_in: Path) -> Path:
-        """A file that a list names; it must be below the folder.
-
-        Raises:
-            UserError: it is not, as in a stranger's list.
-        """
+        """A file that a list names; it must be below the folder. UserError if it is not, as in a stranger's list."""
         parts = PurePosixPath(name.replace("\\", "/")).parts
         if not parts or parts[0] == "/" or ".." in parts:
             raise UserError(f"{named_in}: '{name}' is no file below {self.folder}: get this list again")
@@ -61,11 +57,7 @@ class Location:
         )
 
     def class_number(self, name: str, where: Path) -> int:
-        """The number of a class.
-
-        Raises:
-            UserError: there is none of that name.
-        """
+        """The number of a class. UserError if there is none of that name."""
         if name not in self.classes:
             raise UserError(f"{where}: '{name}' is no class of this data set; {nearest(name, self.classes)}")
         return self.classes.index(name)

@@ -65,8 +65,7 @@ class Published(DataSource):
     def build(self) -> DataSet:
         """The domains, with the official split where the files say it.
 
-        Raises:
-            UserError: the folder or a file is missing or damaged, or the counts are not the published ones.
+        UserError if the folder or a file is missing or damaged, or the counts are not the published ones.
         """
         about, chosen = self.about, self._chosen_domains()
         if about.layout is None:
@@ -148,8 +147,7 @@ class Published(DataSource):
 def compare_counts(about: PublishedSet, samples: Mapping[str, Samples], location: Location) -> Iterator[str]:
     """Warnings about what an incomplete copy lacks.
 
-    Raises:
-        UserError: there is another number than published: more, or less where this is not allowed. Or nothing is left.
+    UserError if there is another number than published: more, or less where this is not allowed. Or nothing is left.
     """
     if not samples:
         raise location.missing("sample of any domain")

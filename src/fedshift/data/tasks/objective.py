@@ -36,8 +36,7 @@ class Objective(BaseModel, ABC):
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """The loss of a mini-batch, a scalar.
 
-        Args:
-            outputs: what the network says, (n, outputs) or for masks (n, structures, h, w).
+        ``outputs``: what the network says, (n, outputs) or for masks (n, structures, h, w).
         """
 
     def smoothed_loss(self, outputs: Tensor, labels: Tensor, smoothing: float) -> Tensor:
@@ -198,11 +197,7 @@ _OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def objective_of(preprocessing: Preprocessing) -> Objective:
-    """The objective of data with this preprocessing.
-
-    Raises:
-        UserError: it is damaged, as in a stranger's file or message.
-    """
+    """The objective of data with this preprocessing. UserError if it is damaged, as in a stranger's file or message."""
     if preprocessing.objective is None:
         return CLASSES
     kind = _OBJECTIVES.get(str(preprocessing.objective.get("task")))

@@ -71,11 +71,8 @@ class TaskFields(SiteLabels):
     def objective(self, sums: Sequence[Sums]) -> dict[str, object] | None:
         """What `Preprocessing.objective` holds.
 
-        Args:
-            sums: of the labels of each site that has a say; empty if the scale is not agreed yet.
-
-        Raises:
-            UserError: the labels are too large to be squared.
+        ``sums``: of the labels of each site that has a say; empty if the scale is not agreed yet. UserError if the
+        labels are too large to be squared.
         """
         if self.task == "classification":
             return None
@@ -90,8 +87,7 @@ class TaskFields(SiteLabels):
 
         The scale of the label may differ, since sites agree on it later.
 
-        Raises:
-            UserError: they ask for another task or loss.
+        UserError if they ask for another task or loss.
         """
         local, asked = self.objective([]) or {}, preprocessing.objective or {}
         if any(local.get(name) != asked.get(name) for name in ("task", "loss", "huber_delta", "mean_over")):
@@ -122,11 +118,7 @@ def with_label_scale(objective: Mapping[str, object], sums: Sequence[Sums]) -> d
 def sites_for_statistics(chosen: tuple[str, ...] | None, sites: Mapping[str, object]) -> tuple[str, ...]:
     """The sites whose statistics are used.
 
-    Args:
-        chosen: names of sites; None: all.
-
-    Raises:
-        UserError: no site is chosen, or one does not exist; names the nearest one.
+    ``chosen``: names of sites; None: all. UserError if no site is chosen, or one does not exist; names the nearest one.
     """
     if chosen is None:
         return tuple(sites)
@@ -158,11 +150,7 @@ def _describe(values: npt.NDArray[Any]) -> str:
 def quantities(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Labels of a regression, checked.
 
-    Returns:
-        float32 (n,).
-
-    Raises:
-        UserError: they are not one finite number for each sample.
+    Returns float32 (n,). UserError if they are not one finite number for each sample.
     """
     if values.ndim != 1 or values.dtype.kind not in "iufb":
         raise UserError(f"{where}: {_describe(values)}; task regression needs one number each")
@@ -177,11 +165,8 @@ def quantities(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 def times(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Labels of time to event, checked.
 
-    Returns:
-        float32 (n, 2): times, and events as 0 or 1.
-
-    Raises:
-        UserError: they are not a time that is not negative and a 0 or 1 for each sample.
+    Returns float32 (n, 2): times, and events as 0 or 1. UserError if they are not a time that is not negative and a 0
+    or 1 for each sample.
     """
     if values.ndim != 2 or values.shape[1] != 2 or values.dtype.kind not in "iufb":
         raise UserError(
@@ -202,11 +187,8 @@ def times(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 def flags(where: str, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Labels of multi-label classification, checked.
 
-    Returns:
-        float32 (n, labels) of 0 and 1. A single label may be (n,): it is a network of one logit.
-
-    Raises:
-        UserError: they are no columns of 0 and 1.
+    Returns float32 (n, labels) of 0 and 1. A single label may be (n,): it is a network of one logit. UserError if they
+    are no columns of 0 and 1.
     """
     if values.ndim not in (1, 2) or values.dtype.kind not in "iufb":
         raise UserError(f"{where}: {_describe(values)}; task multi_label needs (n, labels) or (n,) of 0 and 1")

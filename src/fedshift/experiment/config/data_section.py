@@ -23,11 +23,7 @@ from fedshift.import_paths import place_of
 def data_source(value: Any, folder: Path) -> DataSource:
     """The data source of a ``data:`` section.
 
-    Args:
-        folder: relative paths are relative to this folder.
-
-    Raises:
-        UserError: as in `parse`.
+    ``folder``: relative paths are relative to this folder. UserError as in `parse`.
     """
     if isinstance(value, DataSource):
         return value
@@ -58,8 +54,7 @@ def data_name(source: DataSource) -> str:
 def own_file_record(import_path: str, kind: type) -> dict[str, str]:
     """The name of a class in a user's own file, without a path of this machine, and the file's checksum.
 
-    Args:
-        import_path: the import path of the class; another class than one in a ``.py`` file is named by it alone.
+    ``import_path``: the import path of the class; another class than one in a ``.py`` file is named by it alone.
     """
     file, _, name = import_path.rpartition(":")
     if not file.endswith(".py"):

@@ -13,11 +13,7 @@ from fedshift.methods.symbols import symbols_in_words
 
 
 def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str:
-    """The message for the first fault of an error.
-
-    Args:
-        prefix: the path of the section in the experiment file.
-    """
+    """The message for the first fault of an error. ``prefix``: the path of the section in the experiment file."""
     faults = error.errors()
     fault = faults[0]
     location, inside = _path_to(fault, model)
@@ -47,11 +43,8 @@ def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str
 def check_booleans(fields: Mapping[str, Any], prefix: str, model: type[BaseModel]) -> None:
     """Refuse true and false where a field takes neither. Python counts them as 1 and 0, so ``rounds: yes`` would be 1.
 
-    Args:
-        prefix: the path of the section in the experiment file.
-
-    Raises:
-        UserError: a field is true or false, or a list with one of them.
+    ``prefix``: the path of the section in the experiment file. UserError if a field is true or false, or a list with
+    one of them.
     """
     for name, value in fields.items():
         field, held = model.model_fields.get(str(name)), value if isinstance(value, list | tuple) else [value]

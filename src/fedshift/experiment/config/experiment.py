@@ -101,11 +101,8 @@ def data_record(source: DataSource) -> dict[str, Any]:
 def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     """The experiment of a mapping with the fields of `Experiment`.
 
-    Args:
-        folder: relative paths are relative to this folder; by default the working directory.
-
-    Raises:
-        UserError: the experiment cannot run. The message is one line with the path of the field.
+    ``folder``: relative paths are relative to this folder; by default the working directory. UserError if the
+    experiment cannot run. The message is one line with the path of the field.
     """
     if not isinstance(options, Mapping):
         raise UserError("an experiment is a mapping of name, data, protocol, model, training, methods, engine, device")
@@ -160,8 +157,7 @@ def check_training(experiment: Experiment) -> None:
     """Check that the training sections, the experiment's and those of its methods, agree in themselves and with the
     network.
 
-    Raises:
-        UserError: they do not.
+    UserError if they do not.
     """
     _check_one_training(experiment, experiment.training, "training")
     for number, method in enumerate(experiment.methods):
@@ -286,10 +282,6 @@ _SECTIONS: Mapping[str, Callable[[Any, Path], Any]] = {
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     """The experiment in a YAML file.
 
-    Args:
-        overrides: fields to set, as ``key.path=value``.
-
-    Raises:
-        UserError: the file cannot be read, or as in `parse`.
+    ``overrides``: fields to set, as ``key.path=value``. UserError if the file cannot be read, or as in `parse`.
     """
     return parse(read(path, overrides), path.parent)

@@ -18,11 +18,7 @@ NAME = re.compile(r"(?!\.)[\w.-]+")
 
 
 def with_name(value: Any, path: str) -> dict[str, Any]:
-    """A section that is a mapping with a name, or a name alone.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """A section that is a mapping with a name, or a name alone. UserError if it is neither."""
     if isinstance(value, str):
         return {"name": value}
     if not isinstance(value, Mapping):
@@ -33,11 +29,7 @@ def with_name(value: Any, path: str) -> dict[str, Any]:
 def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The content of an experiment file, with overrides.
 
-    Args:
-        overrides: fields to set, as ``key.path=value``.
-
-    Raises:
-        UserError: it cannot be read, or an override cannot be set.
+    ``overrides``: fields to set, as ``key.path=value``. UserError if it cannot be read, or an override cannot be set.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -68,8 +60,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def refuse_slips(path: Path, overrides: Sequence[str] = ()) -> None:
     """Refuse a file that cannot be read, or names a field that there is not, without torch.
 
-    Raises:
-        UserError: as in `read` and `check_known`.
+    UserError as in `read` and `check_known`.
     """
     check_known(read(path, overrides))
 
@@ -77,11 +68,8 @@ def refuse_slips(path: Path, overrides: Sequence[str] = ()) -> None:
 def override_field(options: dict[str, Any], override: str) -> None:
     """Set a field of raw options in place.
 
-    Args:
-        override: ``key.path=value``. The value is YAML. The key of a list entry is its number, or its label or name.
-
-    Raises:
-        UserError: the override is malformed or its path does not exist.
+    ``override``: ``key.path=value``. The value is YAML. The key of a list entry is its number, or its label or name.
+    UserError if the override is malformed or its path does not exist.
     """
     path, equals, text = override.partition("=")
     if not equals or not path:

@@ -35,8 +35,7 @@ def experiment_fields() -> tuple[str, ...]:
 def check_known(options: Mapping[str, Any]) -> None:
     """Check the names of fields, and nothing else.
 
-    Raises:
-        UserError: there is no field of that name. The message has its path and the nearest name.
+    UserError if there is no field of that name. The message has its path and the nearest name.
     """
     for name in options:
         if name not in experiment_fields():

@@ -19,8 +19,7 @@ from fedshift.trust import own_words
 def trusted_network(record: Mapping[str, Any], own_network: Any, file: Path) -> NetworkOptions:
     """The network that a model file names, whose code is ours or ``own_network``: a name, or an object of Python.
 
-    Raises:
-        UserError: it needs other code, or names a network of ours and ``own_network`` is given.
+    UserError if it needs other code, or names a network of ours and ``own_network`` is given.
     """
 
     def with_trusted_name(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,8 +66,7 @@ def trusted_network(record: Mapping[str, Any], own_network: Any, file: Path) -> 
 def trusted_method(record: Mapping[str, Any], own_method: str | Method | None, file: Path) -> Method:
     """The method that a model file names, whose code is ours or ``own_method``: a name, or the method itself.
 
-    Raises:
-        UserError: it needs other code.
+    UserError if it needs other code.
     """
     if isinstance(own_method, Method):
         return own_method

@@ -57,8 +57,7 @@ class About:
     def start(self) -> Network:
         """The network that runs start from; its weights are arbitrary.
 
-        Raises:
-            UserError: it cannot be made for these data, or cannot have the adapters of the experiment.
+        UserError if it cannot be made for these data, or cannot have the adapters of the experiment.
         """
         training, data = self.experiment.training, self.data
         start = training.network(self.experiment.model, data.input_shape, len(data.classes), 0)

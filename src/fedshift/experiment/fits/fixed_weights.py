@@ -28,8 +28,7 @@ def fits(about: About) -> Iterator[str]:
 def trained_network(about: About, method: Method, sources: int) -> Network:
     """What the sites of a method train in runs with so many sources.
 
-    Raises:
-        UserError: the method cannot change a network that has adapters.
+    UserError if the method cannot change a network that has adapters.
     """
     network = copy.deepcopy(about.start)
     if about.experiment.training.adapters is None:

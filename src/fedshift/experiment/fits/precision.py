@@ -13,11 +13,7 @@ from fedshift.models.products import can_compile, has_bf16_units
 
 
 def fits(about: About) -> Iterator[str]:
-    """Say where it gains nothing.
-
-    Raises:
-        UserError: there is no compiler.
-    """
+    """Say where it gains nothing. UserError if there is no compiler."""
     training, device = about.experiment.training, resolve_device(about.experiment.device)
     if training.precision == "bf16" and not has_bf16_units(device):
         yield "training.precision: this device has no units for bf16, so it is no faster than float32"

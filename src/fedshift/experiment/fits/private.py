@@ -42,8 +42,7 @@ def network_fits(about: About, method: Method, network: Network) -> Iterator[str
 def check_private(method: Method, network: Network, input_shape: tuple[int, ...]) -> None:
     """Check that a method can train this network privately, here or at a site that was asked to.
 
-    Raises:
-        UserError: it cannot.
+    UserError if it cannot.
     """
     # A class that says nothing of its own may train in another way than the one that it derives from.
     plain = preparation_of(method) is None  # what it sends is computed from samples, without noise

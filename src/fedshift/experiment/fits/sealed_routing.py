@@ -21,11 +21,7 @@ def fits(about: About, method: Method) -> Iterator[str]:
 def check_routed(method: Method, adapters: bool = False) -> tuple[str, ...]:
     """Check that a method's server leaves models unread, and that nothing else reads them.
 
-    Returns:
-        Warnings.
-
-    Raises:
-        UserError: something would read them.
+    Returns warnings. UserError if something would read them.
     """
     if not method.traits.routed:
         raise UserError(

@@ -26,8 +26,7 @@ def fits(about: About, method: Method, network: Network) -> Iterator[str]:
 def trains_side_by_side(engine: Engine, method: Method, setting: Setting, network: Network) -> bool:
     """Whether the sites of a run train side by side: where the file says so or, with ``auto``, where it is faster.
 
-    Args:
-        setting: what its sites have in common.
+    ``setting``: what its sites have in common.
     """
     if engine.sites != "auto":
         return engine.sites == "side_by_side"

@@ -139,8 +139,7 @@ class ProtocolSection(Section):
     def taking_part(self, data: DataSet) -> DataSet:
         """The data without the domains that are left out, and with sources cut into sites where the protocol says so.
 
-        Raises:
-            UserError: a field names a domain that does not exist, or fields contradict each other on these data.
+        UserError if a field names a domain that does not exist, or fields contradict each other on these data.
         """
         return data
 
@@ -152,8 +151,7 @@ class ProtocolSection(Section):
     def split_of(self, data: DataSet, target: str, seed: int) -> Split:
         """The rows of one (target, seed). They are the same for every method.
 
-        Raises:
-            UserError: a source has no sample to train on, or the target has none to be measured on.
+        UserError if a source has no sample to train on, or the target has none to be measured on.
         """
 
     def measured_at(self, data: DataSet, target: str, site: str, seed: int) -> int:
@@ -163,8 +161,7 @@ class ProtocolSection(Section):
     def with_wrong_labels(self, data: DataSet, split: Split, seed: int) -> DataSet:
         """The data as sites train on them: with a share of wrong labels at malicious sources. Held-out labels are true.
 
-        Raises:
-            UserError: the labels are no classes.
+        UserError if the labels are no classes.
         """
         return data
 
@@ -183,28 +180,19 @@ class ProtocolSection(Section):
         return method.at_sites(input_shape).new_site if unseen else None
 
     def check_method(self, method: Method) -> None:
-        """Check that a method has the sites that it expects.
-
-        Raises:
-            UserError: it has not.
-        """
+        """Check that a method has the sites that it expects. UserError if it has not."""
 
     # What else can be done with it.
 
     def for_search(self, out: Sequence[str]) -> Self:
         """The protocol of a search, in which each source in turn is the target and ``out`` is never read.
 
-        Raises:
-            UserError: no source can be left out.
+        UserError if no source can be left out.
         """
         raise UserError(f"protocol.kind: a search leaves sources out, and {self.kind} does not: use leave_one_out")
 
     def for_deployment(self) -> DeployedProtocol:
-        """The same protocol, if sites on other machines can carry it out.
-
-        Raises:
-            UserError: they cannot.
-        """
+        """The same protocol, if sites on other machines can carry it out. UserError if they cannot."""
         raise UserError(f"protocol.kind: {self.kind} is a simulation; deploy leave_one_out or adapt_to_one")
 
 
@@ -219,11 +207,8 @@ class DeployedProtocol(ProtocolSection):
     def targets_among(self, sites: tuple[str, ...], at_coordinator: tuple[str, ...]) -> tuple[str, ...]:
         """The targets of a deployment.
 
-        Args:
-            at_coordinator: domains whose samples lie at the coordinator.
-
-        Raises:
-            UserError: a target does not exist or cannot take part.
+        ``at_coordinator``: domains whose samples lie at the coordinator. UserError if a target does not exist or cannot
+        take part.
         """
 
     @abstractmethod
@@ -244,8 +229,7 @@ class DeployedProtocol(ProtocolSection):
     def measured_rows(self, domain: Domain, held_out: Rows) -> Rows:
         """The rows that a target is measured on, of which it would hold ``held_out`` out.
 
-        Raises:
-            UserError: there are none.
+        UserError if there are none.
         """
         return held_out
 
@@ -253,8 +237,7 @@ class DeployedProtocol(ProtocolSection):
 def check_names(kind: str, data: DataSet) -> None:
     """Check that the domains can be targets of a protocol of this kind.
 
-    Raises:
-        UserError: there is one domain only, or one whose name can name no folder, or no column of a table.
+    UserError if there is one domain only, or one whose name can name no folder, or no column of a table.
     """
     if len(data.domains) < 2:
         raise UserError(f"data: {kind} needs at least 2 domains, but there is only '{next(iter(data.domains))}'")
@@ -271,8 +254,7 @@ def check_names(kind: str, data: DataSet) -> None:
 def check_groups(data: DataSet, name: str) -> None:
     """Check that a site can be split: not all its samples are in one group, which no fraction could divide.
 
-    Raises:
-        UserError: they are.
+    UserError if they are.
     """
     groups = data.domains[name].groups
     if groups is None or len(groups) < 2 or (groups != groups[0]).any():

@@ -263,11 +263,7 @@ class OneTarget(DeployedProtocol):
 
 
 def check_known(field_name: str, names: Sequence[str] | Mapping[str, float], data: DataSet) -> None:
-    """Check that every domain exists that a field names.
-
-    Raises:
-        UserError: one does not.
-    """
+    """Check that every domain exists that a field names. UserError if one does not."""
     for name in names:
         if name not in data.domains:
             raise UserError(f"protocol.{field_name}: no domain is called '{name}'; {nearest(name, data.domains)}")

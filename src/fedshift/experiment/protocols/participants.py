@@ -218,8 +218,7 @@ class Participants(OneTarget):
     def for_deployment(self) -> DeployedProtocol:
         """The same protocol: each site measures its own test part, with its own model where a method keeps one.
 
-        Raises:
-            UserError: it has parts that deployed sites do not have.
+        UserError if it has parts that deployed sites do not have.
         """
         if self.common_tests:
             raise UserError("protocol.common_tests: a deployed site trains and measures its own samples: leave it out")

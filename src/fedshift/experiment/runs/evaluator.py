@@ -97,11 +97,7 @@ class Evaluator:
         For other tasks their own metric takes its place: for segmentation the Dice coefficient, and HD95 at each target
         is added where MONAI is installed.
 
-        Args:
-            network: the network that ``weights`` belong to. It is changed.
-
-        Returns:
-            The fields of a `RoundRecord`.
+        ``network``: the network that ``weights`` belong to. It is changed. Returns the fields of a `RoundRecord`.
         """
         if self._segments:
             return self._measure_masks(network, weights)
@@ -124,9 +120,8 @@ class Evaluator:
     def final(self, network: Network, weights: Weights, threshold: float | None = None) -> Final:
         """As `measure`, with further metrics of each site and the predictions for its samples.
 
-        Args:
-            network: the network that ``weights`` belong to. It is changed.
-            threshold: score from which a sample of a target is positive, if no source here chooses one.
+        ``network``: the network that ``weights`` belong to. It is changed; ``threshold``: score from which a sample of
+        a target is positive, if no source here chooses one.
         """
         if self._segments:
             return Final(self._measure_masks(network, weights))

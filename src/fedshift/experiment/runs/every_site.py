@@ -55,9 +55,7 @@ class _EverySite(Plan):
 def train_everywhere(experiment: Experiment, data: DataSet) -> TrainedEverywhere:
     """Train the experiment's first method, with its first seed, at every site of ``data``.
 
-    Raises:
-        UserError: method, network and data do not fit.
-        TrainingDiverged: weights or losses are no longer finite.
+    UserError if method, network and data do not fit. TrainingDiverged if weights or losses are no longer finite.
     """
     plan = _EverySite(experiment, data)
     warnings = check_fit(plan)

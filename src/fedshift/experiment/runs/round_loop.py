@@ -123,9 +123,8 @@ class _RunLoop:
         The run stops after the planned rounds even if budget is left: otherwise a site that spends less than it
         announced keeps the run alive after the others have finished.
 
-        Args:
-            trained: what sites train, with the weights that the run starts from.
-            evaluated: the network that ``state.weights`` belong to.
+        ``trained``: what sites train, with the weights that the run starts from; ``evaluated``: the network that
+        ``state.weights`` belong to.
         """
         method, federation = self.run.method, self.federation
         # A copy: measuring loads other models into this network, and a method may keep tensors of the start.

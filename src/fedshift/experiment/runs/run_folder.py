@@ -108,8 +108,7 @@ class RunFolder:
     def acquire(self) -> bool:
         """Lock the folder for this process. False if another process holds it.
 
-        Raises:
-            UserError: the folder cannot be made or locked.
+        UserError if the folder cannot be made or locked.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -183,8 +182,7 @@ class RunFolder:
     def check_identity(self) -> None:
         """Check that the folder is empty or belongs to this run.
 
-        Raises:
-            UserError: another experiment wrote it. The message names the first setting that differs.
+        UserError if another experiment wrote it. The message names the first setting that differs.
         """
         there = self.written_by()
         if there is None:
@@ -212,8 +210,7 @@ class RunFolder:
     def written_by(self) -> dict[str, Any] | None:
         """The settings of the run in this folder, packed or not; None if it is empty.
 
-        Raises:
-            UserError: the file is damaged.
+        UserError if the file is damaged.
         """
         file = read_stored(self.path / SETTINGS)
         if file is None:
@@ -248,11 +245,7 @@ class RunFolder:
     # Results ----------------------------------------------------------------------------------------------------------
 
     def result(self) -> RunResult | None:
-        """The result of the run, packed or not; None if it is unfinished.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """The result of the run, packed or not; None if it is unfinished. UserError if the file is damaged."""
         file = read_stored(self.path / RESULT)
         if file is None:
             return None
@@ -312,9 +305,8 @@ class RunFolder:
     def save_checkpoint(self, state: State, memory: Mapping[str, Mapping[str, str]], header: Mapping[str, Any]) -> None:
         """Write all that a resumed run needs to one file, then delete files of the site memory that it no longer names.
 
-        Args:
-            memory: site → entry → file of its memory.
-            header: exchange number, budgets, bytes, seconds and environment.
+        ``memory``: site → entry → file of its memory; ``header``: exchange number, budgets, bytes, seconds and
+        environment.
         """
         content: dict[str, Content] = in_two("weights", state.weights)
         content |= {f"part:{name}": part for name, part in state.parts.items()}
@@ -339,8 +331,7 @@ class RunFolder:
     def load_checkpoint(self) -> tuple[State, Checkpoint] | None:
         """The state of the last checkpoint, and what stands beside it; None if there is none.
 
-        Raises:
-            UserError: the file is damaged, or belongs to another experiment or version.
+        UserError if the file is damaged, or belongs to another experiment or version.
         """
         file = self.path / _CHECKPOINT
         if not file.exists():
@@ -368,11 +359,8 @@ class RunFolder:
     def records(self, last_round: int, digest: str | None = None) -> list[RoundRecord]:
         """Read the rounds up to ``last_round``, and remove later ones from the file, because they will be run again.
 
-        Args:
-            digest: SHA-256 of the lines up to that round, as the checkpoint has it; None: of an older version.
-
-        Raises:
-            UserError: one of the rounds is missing or damaged. The selection rules would choose among fewer rounds.
+        ``digest``: SHA-256 of the lines up to that round, as the checkpoint has it; None: of an older version.
+        UserError if one of the rounds is missing or damaged. The selection rules would choose among fewer rounds.
         """
         file = self.path / ROUNDS
         wanted = (list(range(last_round + 1)), list(range(1, last_round + 1)))
@@ -438,8 +426,7 @@ def model_file(weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> by
 
     One with sealed parts is a message with its digest instead (`digests.with_digest`), and has these as they are.
 
-    Args:
-        metadata: all that prediction needs, stored as JSON.
+    ``metadata``: all that prediction needs, stored as JSON.
     """
     from safetensors.torch import save
 

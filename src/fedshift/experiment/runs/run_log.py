@@ -245,9 +245,7 @@ class RunLog:
 def failures_noted(context: Context, planned: PlannedRun, folder: RunFolder) -> Iterator[None]:
     """Note in the run's folder why it failed, and say which run it was.
 
-    Raises:
-        TrainingDiverged: with the run's names and learning rate.
-        UserError: the device has too little memory.
+    TrainingDiverged if with the run's names and learning rate. UserError if the device has too little memory.
     """
     run, training = planned.run, planned.training
     try:

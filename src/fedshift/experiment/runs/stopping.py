@@ -34,11 +34,7 @@ class Stop:
         """The signal that came."""
 
     def check(self) -> None:
-        """Do nothing until a signal came.
-
-        Raises:
-            Stopped: it came.
-        """
+        """Do nothing until a signal came. Stopped if it came."""
         if self.by is not None:
             raise Stopped(f"stopped by {self.by} after a round: run the same command again to go on")
 
@@ -67,8 +63,7 @@ def grace() -> float:
 def heed_signals() -> Iterator[Stop]:
     """Heed the signals in this block, and leave the process's handlers as they were behind it.
 
-    Raises:
-        Stopped: a signal came and the round took longer than the grace, or a second signal came.
+    Stopped if a signal came and the round took longer than the grace, or a second signal came.
     """
     stop, seconds = Stop(), grace()
 

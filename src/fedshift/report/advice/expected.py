@@ -39,9 +39,8 @@ def next_site(method: str, able: Sequence[str], table: Table, few: Collection[st
     no more than their samples can. The targets had a part in the choice of the method, so its average is a little too
     good. The interval also covers the average that the choice reaches at targets which had no part in it.
 
-    Args:
-        able: the methods among which it was chosen.
-        few: targets whose numbers rest on so few samples that the average leaves them out, unless all do.
+    ``able``: the methods among which it was chosen; ``few``: targets whose numbers rest on so few samples that the
+    average leaves them out, unless all do.
     """
     targets = [target for target in table.columns[:-1] if target not in few] or list(table.columns[:-1])
     rows = {name: _rows_of(table, name, targets) for name in able}

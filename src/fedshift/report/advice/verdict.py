@@ -211,9 +211,8 @@ def verdict(
 ) -> Verdict:
     """What the finished runs of an experiment say.
 
-    Args:
-        estimates: the accuracies to expect at targets without labels.
-        chosen_at: whose model answers at targets without labels.
+    ``estimates``: the accuracies to expect at targets without labels; ``chosen_at``: whose model answers at targets
+    without labels.
     """
     results = collected.results
     roles = {name: used[name].role for name in table.methods}

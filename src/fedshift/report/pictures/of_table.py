@@ -36,9 +36,7 @@ def legend(table: Table, name: str, role: Role) -> str:
 def standalone(figure: Figure, description: str) -> str:
     """A figure as an SVG file that brings its own colours, for light and dark screens.
 
-    Args:
-        figure: drawn with the colours of `plots`.
-        description: the text for readers who do not see it.
+    ``figure``: drawn with the colours of `plots`; ``description``: the text for readers who do not see it.
     """
     width, height = (100 * size for size in figure.get_size_inches())
     drawn = mark_trusted(plots.svg(figure, description))

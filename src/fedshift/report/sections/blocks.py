@@ -125,9 +125,8 @@ def figure(
 ) -> Figure:
     """A drawing as a block.
 
-    Args:
-        description: the text for readers who do not see it. No two figures of a page may share it.
-        rows: its numbers, first the names of the columns.
+    ``description``: the text for readers who do not see it. No two figures of a page may share it; ``rows``: its
+    numbers, first the names of the columns.
     """
     cells = (
         (f"{cell:.6g}" if isinstance(cell, float) else "" if cell is None else str(cell) for cell in row)
@@ -139,9 +138,7 @@ def figure(
 def curve_rows(what: Sequence[str], panels: Mapping[str, Mapping[str, Curve]]) -> Iterable[Sequence[object]]:
     """The numbers of curves for a file: panel and name of each, then x, mean and standard deviation.
 
-    Args:
-        what: the names of the columns but for the last.
-        panels: panel → name → curve.
+    ``what``: the names of the columns but for the last; ``panels``: panel → name → curve.
     """
     yield *what, "standard_deviation"
     for panel, curves in panels.items():

@@ -18,9 +18,8 @@ _WAYS: dict[Direction, str] = {"up": "sent", "down": "sent to it"}
 def sites_sent(caption: str, first: str, groups: Mapping[str, Sequence[SiteBytesRow]], what: str = "") -> Grid | None:
     """A grid with a row for each site, or for those of equal numbers; None if nothing is known.
 
-    Args:
-        groups: the sites, by the name of the row: a method, or a single run.
-        what: the first sentence of the note below.
+    ``groups``: the sites, by the name of the row: a method, or a single run; ``what``: the first sentence of the note
+    below.
     """
     every = [row for rows in groups.values() for row in rows]
     columns = [

@@ -109,8 +109,7 @@ class Watched:
 def experiments_in(root: Path) -> list[Watched]:
     """The experiments in or below a folder, which may be a coordinator's kit. Those that are not finished come first.
 
-    Raises:
-        UserError: there is no such folder.
+    UserError if there is no such folder.
     """
     if not root.is_dir():
         raise UserError(f"no folder '{root}': give the folder of the runs, or a coordinator's kit")
@@ -173,11 +172,7 @@ def _planned_rounds(settings: Mapping[str, Any], records: Sequence[RoundRecord],
 
 
 def watch_page(root: Path) -> str:
-    """The page of all experiments in or below ``root``.
-
-    Raises:
-        UserError: there is no such folder.
-    """
+    """The page of all experiments in or below ``root``. UserError if there is no such folder."""
     sections = [
         section(f"experiment-{number}", experiment.name, *_blocks(experiment))
         for number, experiment in enumerate(experiments_in(root), 1)

@@ -18,8 +18,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 def server(folder: Path, port: int) -> ThreadingHTTPServer:
     """A server that shows ``folder`` to this machine alone.
 
-    Raises:
-        UserError: there is no such folder, or the port is taken.
+    UserError if there is no such folder, or the port is taken.
     """
     experiments_in(folder)
     try:
