@@ -8,7 +8,7 @@ the deployment's folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,7 @@ import torch
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.deploy.deployed_plan import DeployedPlan, asks_sums, check_budgets, run_at_sites
-from fedshift.deploy.estimate_inputs import summed_inputs
-from fedshift.deploy.estimates import hand_over, keep_sums, sums_file, threshold_file
+from fedshift.deploy.estimates import Estimates, keep_sums, sums_file, threshold_file
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import agree
 from fedshift.deploy.json_files import DEPLOY_AGAIN
@@ -30,10 +29,9 @@ from fedshift.deploy.remote.replies import Measures, inputs_bytes
 from fedshift.deploy.remote.requests import EndRequest, SeedSplit, SitePart
 from fedshift.deploy.remote.sealed_federation import SealedFederation
 from fedshift.deploy.remote.secure_federation import SecureFederation
-from fedshift.deploy.remote.transport import Done, Transport, ask_plain
+from fedshift.deploy.remote.transport import Done, Transport, ask_sites
 from fedshift.deploy.site_cards import write_cards
 from fedshift.errors import FedshiftError, UserError, nearest
-from fedshift.evaluation.estimate.plain_sums import GivenInputs
 from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import common_threshold
 from fedshift.experiment.budgets import site_budget
@@ -154,26 +152,21 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         check_budgets(plan, begun=begun)
         write_cards(folder, agreed.cards)  # from now on the sites of the run are these
         context = Context(resolve_device(experiment.device), torch.get_num_threads(), log)
-        runs = folder / "runs" / experiment.name
-        write_order(plan, runs)
+        write_order(plan, folder / "runs" / experiment.name)
         log.begin(len(plan.runs))
+        estimates = Estimates(plan, transport, folder, engine.deadline, log)
         for planned in plan.runs:
-            _carry_out(context, plan, planned, transport, engine, runs, log)
-        hand_over(plan, transport, folder, engine.deadline, log)
+            _carry_out(context, plan, planned, engine, estimates)
+        estimates.hand_over()
 
 
 def _carry_out(
-    context: Context,
-    plan: DeployedPlan,
-    planned: PlannedRun,
-    transport: Transport,
-    engine: FlareEngine,
-    runs: Path,
-    log: EventLog,
+    context: Context, plan: DeployedPlan, planned: PlannedRun, engine: FlareEngine, estimates: Estimates
 ) -> None:
     """Carry out one run from its last checkpoint, or its beginning, to its result."""
     experiment, run, sites = plan.experiment, planned.run, plan.agreed.sites
-    folder = run_folder(planned, runs)
+    transport, log = estimates.transport, estimates.log
+    folder = run_folder(planned, estimates.folder / "runs" / experiment.name)
     folder.check_identity()
     finished = folder.result()
     if finished is not None:
@@ -214,12 +207,10 @@ def _carry_out(
             on_answer=log.on_trained,
         )
         folder.write_settings()
-        position = sums_file(runs.parents[1], name)
-        inputs = partial(summed_inputs, plan, planned, planned.split.train, transport, engine.deadline, log)
-        evaluator = _AtSites(plan, planned, federation, torch.device(context.device), position, inputs)
+        evaluator = _AtSites(plan, planned, federation, torch.device(context.device), estimates)
         result = train_and_evaluate(context, planned, folder, federation, evaluator, network)
         over = EndRequest(run=name, estimates_follow=bool(plan.data.unlabelled))
-        ask_plain(transport, dict.fromkeys(sites, over), engine.patience, Done)
+        ask_sites(transport, dict.fromkeys(sites, over), engine.patience, Done)
         log.on_finished(run, result, resumed=False)
 
 
@@ -376,10 +367,8 @@ class _AtSites:
         planned: PlannedRun,
         federation: RemoteFederation,
         device: torch.device,
-        sums_file: Path,
-        inputs: Callable[[], GivenInputs | None],
+        estimates: Estimates,
     ) -> None:
-        """``sums_file``: for sums of confidences, if the target gives some; ``inputs`` asks for those of inputs."""
         data, measured_here = planned.data, planned.run.target in plan.unseen
         split = measured_parts(planned.run.method, plan.experiment.engine.routing, planned.split)
         self._resamples, model = plan.experiment.evaluation.resamples, plan.experiment.model
@@ -389,10 +378,10 @@ class _AtSites:
         self._targets = [] if measured_here else list(split.measured)
         self._sources = [site for site, rows in split.held_out.items() if len(rows)]
         self._federation, self._classes = federation, len(data.classes)
-        self._predicted, self._metadata = [*split.predicted], partial(model_metadata, planned)
-        self._sums, self._sums_file = asks_sums(plan, planned), sums_file
-        self._trained = [*planned.split.train]
-        self._inputs = inputs if len(self._targets) == 1 and _tells_moments(plan, self._targets[0]) else None
+        self._predicted = [*split.predicted]
+        self._sums, self._estimates, self._planned = asks_sums(plan, planned), estimates, planned
+        looks = len(self._targets) == 1 and self._targets[0] in plan.agreed.cards
+        self._looks = looks and plan.agreed.cards[self._targets[0]].gives_moments
         self._kept = {"kept": True} if plan.experiment.engine.sums_only else {}
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
@@ -408,16 +397,18 @@ class _AtSites:
         threshold = common_threshold(_metrics(result, sources, "held_out"))
         asked: dict[str, Any] = {"resamples": self._resamples, "threshold": threshold}
         asked |= {"sums": True, **self._kept} if self._sums else {}
-        if self._sums and self._inputs is not None and (inputs := self._inputs()) is not None:
+        trained, folder, run = self._planned.split.train, self._estimates.folder, self._federation.run
+        if self._sums and self._looks and (inputs := self._estimates.summed_inputs(self._planned, trained)) is not None:
             asked["inputs"] = inputs
-            for site in self._trained:
+            for site in trained:
                 self._federation.ledger.record(0, "inputs", site, "up", {"inputs": inputs_bytes(inputs)})
         result |= self._ask(weights, self._targets, part="target", **asked)
         if self._sums:
-            keep_sums(self._sums_file, {site: result[site].sums for site in self._targets if site in result})
+            sums = {site: result[site].sums for site in self._targets if site in result}
+            keep_sums(sums_file(folder, run), sums)
         if self._predicted:
-            write_object(threshold_file(self._sums_file.parents[1], self._sums_file.stem), {"threshold": threshold})
-            self._federation.hand_out(weights, self._predicted, self._metadata())
+            write_object(threshold_file(folder, run), {"threshold": threshold})
+            self._federation.hand_out(weights, self._predicted, model_metadata(self._planned))
         record, held_out = self._record(result), _metrics(result, sources, "held_out")
         if self._here is not None:
             here = self._here.final(network, weights, threshold)
@@ -448,10 +439,6 @@ class _AtSites:
             "source_accuracy": sources,
             "per_class": [_recall(pair) for pair in pairs] if self._targets else [],
         }
-
-
-def _tells_moments(plan: DeployedPlan, site: str) -> bool:
-    return site in plan.agreed.cards and plan.agreed.cards[site].gives_moments
 
 
 def _metrics(measures: Mapping[str, Measures], sites: Sequence[str], part: Part) -> list[SiteMetrics]:

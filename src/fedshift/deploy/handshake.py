@@ -17,7 +17,7 @@ from fedshift.data.domain import UNKNOWN, DataSet, Dense, Domain, Manifest, Prep
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.features_at_sites import features_for, text_towers
 from fedshift.deploy.remote.requests import Hello, SplitRule
-from fedshift.deploy.remote.transport import Heard, Lost, Transport, ask_plain
+from fedshift.deploy.remote.transport import Heard, Lost, Transport, ask_sites
 from fedshift.deploy.site_cards import Card, GivenPrivacy, HelloAnswer, cards_of, check_rows
 from fedshift.deploy.spent_before import SPENT, noted_spending
 from fedshift.errors import UserError
@@ -110,13 +110,13 @@ def agree(
         sums=_in_sums(experiment, sites) if engine.sums_only else (),
     )
     asked = time.time()
-    answers = ask_plain(transport, dict.fromkeys(sites, hello), engine.deadline, HelloAnswer)
+    answers = ask_sites(transport, dict.fromkeys(sites, hello), engine.deadline, HelloAnswer)
     before, cards = cards_of(folder), dict[str, Card]()
     faults: list[UserError] = []
     for site in sites:
         try:
-            cards[site] = _card(site, answers.get(site, Lost("did not answer")), before.get(site), experiment, log)
-            _warn_of_clock(site, answers.get(site), asked, log)
+            cards[site] = _card(site, answers[site], before.get(site), experiment, log)
+            _warn_of_clock(site, answers[site], asked, log)
         except UserError as error:
             if site not in before or engine.quorum is None:
                 faults.append(error)
@@ -171,9 +171,9 @@ def _card(
     return card
 
 
-def _warn_of_clock(site: str, answer: Heard[HelloAnswer] | Lost | None, asked: float, log: EventLog) -> None:
+def _warn_of_clock(site: str, answer: Heard[HelloAnswer] | Lost, asked: float, log: EventLog) -> None:
     """Warn if a site's clock is wrong."""
-    if answer is None or isinstance(answer, Lost):
+    if isinstance(answer, Lost):
         return
     difference = clock_difference(answer.answer.time, asked, answer.arrived)
     if abs(difference) > CLOCKS_APART:

@@ -17,7 +17,7 @@ from loopback import Loopback, deploy, events, forge, options_of, site_file
 from test_fourth_site import PROTOCOL, SEND, samples
 from test_secure_deployments import fingerprints
 
-from fedshift.deploy import estimate_sums
+from fedshift.deploy import estimates
 from fedshift.deploy.crypto.keys import KeyCard
 from fedshift.deploy.privacy.ledger import LEDGER
 from fedshift.deploy.remote.policy import AuditLog
@@ -202,10 +202,11 @@ def test_a_sum_of_another_number_of_sites_than_answered_is_none(monkeypatch: pyt
         def unmask_total(self, shares: object) -> torch.Tensor:
             return torch.tensor([said, 0, 0])
 
-    monkeypatch.setattr(estimate_sums, "SecureSum", Unmasked)
-    monkeypatch.setattr(estimate_sums, "order_to_mask", lambda request: None)
-    monkeypatch.setattr(estimate_sums, "second_exchange", lambda added, again: {})
-    asking = cast(Any, SimpleNamespace(colluders=lambda sites: 0, ask=lambda *asked: {}))
+    monkeypatch.setattr(estimates, "SecureSum", Unmasked)
+    monkeypatch.setattr(estimates, "order_to_mask", lambda request: None)
+    monkeypatch.setattr(estimates, "second_exchange", lambda added, again: {})
+    plan = SimpleNamespace(agreed=SimpleNamespace(colluders=lambda sites: 0))
+    asking = cast(Any, SimpleNamespace(_plan=plan, _ask=lambda *asked: {}))
     cards = {name: KeyCard(name, bytes(32), bytes(64)) for name in FOUR}
     with pytest.raises(FedshiftError, match="did not cancel"):
-        estimate_sums._Sums(asking, "run", dict.fromkeys(FOUR, "run")).make(1, cards, 2)
+        estimates.Estimates._sum(asking, "run", 1, dict.fromkeys(FOUR, "run"), cards, 2)

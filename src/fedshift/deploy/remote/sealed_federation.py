@@ -14,7 +14,7 @@ from fedshift.deploy.crypto.keys import KeyAnswer, KeyEntry
 from fedshift.deploy.remote.remote_federation import RemoteFederation
 from fedshift.deploy.remote.replies import CallAnswer, Measures
 from fedshift.deploy.remote.requests import KeyRequest, SealAsked
-from fedshift.deploy.remote.transport import Lost, ask_plain
+from fedshift.deploy.remote.transport import Lost, ask_sites
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.messages import Content, PerSite, Reply
@@ -96,9 +96,8 @@ class SealedFederation(RemoteFederation):
         asked = [site for site in readers if site not in self._cards]
         seconds = self.patience if self._lost.issuperset(asked) else self.deadline
         request = KeyRequest(do="sealing_key", run=self.run)
-        answers = ask_plain(self.transport, dict.fromkeys(asked, request), seconds, KeyAnswer) if asked else {}
-        for site in asked:
-            answer = answers.get(site, Lost("did not answer"))
+        answers = ask_sites(self.transport, dict.fromkeys(asked, request), seconds, KeyAnswer) if asked else {}
+        for site, answer in answers.items():
             if not isinstance(answer, Lost):
                 self._cards[site] = answer.answer.card
                 continue

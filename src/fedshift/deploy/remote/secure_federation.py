@@ -28,7 +28,7 @@ from fedshift.deploy.remote.outbox import HERE, Outbox, Written
 from fedshift.deploy.remote.remote_federation import RemoteFederation
 from fedshift.deploy.remote.replies import CallAnswer
 from fedshift.deploy.remote.requests import CallRequest, KeyRequest, SumAsked, UnmaskRequest, Work
-from fedshift.deploy.remote.transport import Done, Lost, Sign, SiteError, ask_plain, open_answer, stamp
+from fedshift.deploy.remote.transport import Done, Lost, Sign, SiteError, ask_sites, open_answer, stamp
 from fedshift.deploy.remote.wire import Message, Residuals, body_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, ReplyRefused, UserError
 from fedshift.federation.exchange import Answer, Mean, Missing, Request
@@ -249,13 +249,12 @@ class SecureFederation(RemoteFederation):
             return
         cards, without = {}, {}
         request = KeyRequest(do="key", run=self.run)
-        answers = ask_plain(self.transport, dict.fromkeys(sites, request), self.deadline, KeyAnswer)
-        for site in sites:
-            answer = answers.get(site, Lost("did not answer"))
+        answers = ask_sites(self.transport, dict.fromkeys(sites, request), self.deadline, KeyAnswer)
+        for site, answer in answers.items():
             if isinstance(answer, Lost):
                 without[site] = [answer.error, answer.reason]
-                continue
-            cards[site] = answer.answer.of(site)
+            else:
+                cards[site] = answer.answer.of(site)
         for number, site in enumerate(without, 1):
             self._record("key", site, "lost", without[site][1])
             if self._whole and without[site][0] != KindRefused.__name__:  # or no sum could ever be with it

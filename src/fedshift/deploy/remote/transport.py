@@ -1,6 +1,6 @@
 """`Transport`, which carries messages to sites on other machines, and how requests and answers become messages.
 
-`ask_plain` asks sites questions before there is a federation.
+`ask_sites` asks sites questions before there is a federation.
 """
 
 from __future__ import annotations
@@ -130,73 +130,61 @@ def drain(messages: list[tuple[str, Message]]) -> Iterator[tuple[str, Message]]:
 
 @dataclass(frozen=True)
 class Heard(Generic[A]):
-    """What a site answered, and when that arrived by this machine's clock."""
+    """What a site answered, when that arrived by this machine's clock, and the content that came with it."""
 
     answer: A
     arrived: float
+    content: Mapping[str, Content]
 
 
 class Done(Frozen):
     """An answer that says nothing but that the request was met."""
 
 
-def ask_plain(
-    transport: Transport, requests: Mapping[str, Request], deadline: float, kind: type[A]
+def ask_sites(
+    transport: Transport,
+    requests: Mapping[str, Request],
+    deadline: float,
+    kind: type[A],
+    content: Mapping[str, Mapping[str, Content]] | None = None,
+    most_tensors: int = 0,
 ) -> dict[str, Heard[A] | Lost]:
-    """Ask sites for plain values, outside a federation.
+    """Ask sites outside a federation; raises `NewJobNeeded` as the transport.
+
+    Args:
+        content: that goes with each request, by site.
+        most_tensors: of an answer.
 
     Returns:
-        Each site's answer, by site; a site whose answer says something else is lost, with the error `ReplyRefused`.
-
-    Raises:
-        NewJobNeeded: as the transport.
+        The answer of each site that was asked; one that says something else is lost, with the error `ReplyRefused`.
     """
     largest = LARGEST_CARD if any(request.do == "hello" for request in requests.values()) else LARGEST_HEADER
-    body = body_of({})
-    outgoing = {site: stamp(request, body) for site, request in requests.items()}
-    return {
-        site: answer if isinstance(answer, Lost) else _heard(kind, site, answer, outgoing.get(site, ("",))[0], largest)
-        for site, answer in _answers(transport, outgoing, deadline)
+    nothing = body_of({})
+    outgoing = {
+        site: stamp(request, nothing if content is None else body_of(content[site]))
+        for site, request in requests.items()
     }
-
-
-def _answers(
-    transport: Transport, outgoing: Mapping[str, tuple[str, Message]], deadline: float
-) -> Iterator[tuple[str, Message | Lost]]:
-    """What sites answer to messages, as it arrives; ``outgoing``: key and message by site."""
-    messages = ((site, message) for site, (_, message) in outgoing.items())
+    keys = {site: key for site, (key, _) in outgoing.items()}
+    result: dict[str, Heard[A] | Lost] = dict.fromkeys(requests, Lost("did not answer"))
+    messages = drain([(site, message) for site, (_, message) in outgoing.items()])
+    del outgoing
     for site, answer in transport.exchange(messages, deadline, {}):
-        if not isinstance(answer, Sign):
-            yield site, answer
+        if site in keys and isinstance(answer, Lost):
+            result[site] = answer
+        elif site in keys and isinstance(answer, Message):
+            result[site] = _heard(kind, site, answer, keys[site], most_tensors, largest)
+    return result
 
 
-def ask_for_content(
-    transport: Transport,
-    requests: Mapping[str, tuple[Request, Mapping[str, Content]]],
-    deadline: float,
-    most_tensors: int,
-) -> dict[str, dict[str, Content] | Lost]:
-    """As `ask_plain`, with content in requests and answers."""
-    outgoing = {site: stamp(request, body_of(content)) for site, (request, content) in requests.items()}
-    return {
-        site: answer if isinstance(answer, Lost) else _content(site, answer, outgoing.get(site, ("",))[0], most_tensors)
-        for site, answer in _answers(transport, outgoing, deadline)
-    }
-
-
-def _content(site: str, message: Message, key: str, most_tensors: int) -> dict[str, Content] | Lost:
+def _heard(
+    kind: type[A], site: str, message: Message, key: str, most_tensors: int, largest_header: int
+) -> Heard[A] | Lost:
     try:
-        answer = open_answer(Done, message, key, most_tensors)
-    except FedshiftError as error:
-        return Lost(f"site '{site}': {error}")
-    return answer.answer.as_lost() if isinstance(answer.answer, SiteError) else answer.content
-
-
-def _heard(kind: type[A], site: str, message: Message, key: str, largest_header: int) -> Heard[A] | Lost:
-    try:
-        answer = open_answer(kind, message, key, largest_header=largest_header).answer
+        opened = open_answer(kind, message, key, most_tensors, largest_header)
     except Unreadable as error:
         return Lost(f"site '{site}': {error}", ReplyRefused.__name__)
     except FedshiftError as error:
         return Lost(str(error))
-    return answer.as_lost() if isinstance(answer, SiteError) else Heard(answer, time.time())
+    if isinstance(opened.answer, SiteError):
+        return opened.answer.as_lost()
+    return Heard(opened.answer, time.time(), opened.content)
