@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.report import plots
 from fedshift.report.collect import collect
-from fedshift.report.pictures.of_table import standalone
 from fedshift.report.report import report_of
+from fedshift.report.table_picture import standalone
 
 HERE = Path(__file__).parent
 PANELS: dict[str, dict[str, dict[str, str]]] = {

@@ -19,7 +19,7 @@ from fedshift.evaluation.records import Selection
 from fedshift.evaluation.significance import Comparison, compare
 from fedshift.files import plain_yaml
 from fedshift.report.collect import Collected, collect
-from fedshift.report.difference_words import p_value
+from fedshift.report.differences import p_value
 from summarise import lines_of
 
 HERE = Path(__file__).parent

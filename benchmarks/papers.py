@@ -23,7 +23,7 @@ from fedshift.deploy.cli.audit import audit_file
 from fedshift.errors import UserError
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.files import write_bytes
-from fedshift.report.difference_words import p_value
+from fedshift.report.differences import p_value
 from fedshift.report.folding import Folded
 from fedshift.report.measures import MISSING
 from paper_tables import distances, placements

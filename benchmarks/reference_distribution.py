@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fedshift.report import difference_words, differences
+from fedshift.report import differences
 from fedshift.report.collect import collect
 from fedshift.report.plots import accuracy_per_target
 from fedshift.report.report import report_of
@@ -30,9 +30,7 @@ def main(folder: Path, figure: Path) -> None:
     pairs = [(label, FIXED) for label in collected.order.methods if label != FIXED]
     compared = differences.differences(collected.results, pairs)
     measure = headline(collected.results)
-    print(
-        difference_words.markdown(compared, collected.order.targets, measure), difference_words.note(measure), sep="\n"
-    )
+    print(differences.markdown(compared, collected.order.targets, measure), differences.note(measure), sep="\n")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.significance import compare
 from fedshift.evaluation.stored import ROUNDS, read_rounds
 from fedshift.evaluation.summary import AVERAGE, Value, rows
-from fedshift.report import difference_words, differences
+from fedshift.report import differences
 from fedshift.report.collect import Collected, collect
 from fedshift.report.measures import MISSING
 from fedshift.report.report import report_of
@@ -113,7 +113,7 @@ def lines_of(name: str, collected: Collected, select: Selection) -> list[differe
 def comparison_table(name: str, collected: Collected, select: Selection) -> str:
     """The table of `lines_of`; "" for one seed."""
     lines = tested_lines(name, collected, select)
-    return difference_words.markdown(lines, collected.order.targets, headline(collected.results)) if lines else ""
+    return differences.markdown(lines, collected.order.targets, headline(collected.results)) if lines else ""
 
 
 def tested_lines(name: str, collected: Collected, select: Selection) -> list[differences.Difference]:
@@ -127,9 +127,7 @@ def gains(name: str, collected: Collected, select: Selection) -> list[Column]:
     baseline = BASELINES.get(name, "fedavg")
     by_name = {line.name: line for line in tested_lines(name, collected, select)}
     cells = {
-        method: f"{difference_words.with_sign(line.comparison.test.mean)} ({difference_words.p_value(p)})".replace(
-            "<", "\\<"
-        )
+        method: f"{differences.with_sign(line.comparison.test.mean)} ({differences.p_value(p)})".replace("<", "\\<")
         for method in collected.order.methods
         if (line := by_name.get(f"{method} − {baseline}")) is not None and line.comparison.test is not None
         if (p := line.corrected if line.comparison.clustered else line.here) is not None
@@ -259,7 +257,7 @@ def by_protocol(collected: Collected) -> str:
 
 
 def _p(p: float) -> str:
-    text = difference_words.p_value(p)
+    text = differences.p_value(p)
     return text if text.startswith("<") else f"= {text}"
 
 

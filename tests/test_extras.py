@@ -17,8 +17,7 @@ from fedshift.data.builders import medical
 from fedshift.data.table_files import read_table
 from fedshift.deploy.flare.kits import check_installed
 from fedshift.errors import UserError
-from fedshift.experiment.export import _onnx
-from fedshift.experiment.hub import checked_repository
+from fedshift.experiment.export import _onnx, checked_repository
 from fedshift.experiment.model_card import model_card
 from fedshift.functional.differential_privacy import NoisySteps, epsilon
 from fedshift.functional.pairwise_masks import _stream

@@ -49,9 +49,9 @@ SAME_SUBJECT = (
     *("check", "estimate", "export", "features", "monitor", "predict", "search", "federation", "site"),
     # an equation and what uses it, or a feature and what it goes with
     *("cards", "exposure", "leakage", "membership", "mmd", "mixstyle", "new_site", "preparation", "site_scale"),
-    *("averages", "styles", "survival"),
+    *("averages", "styles"),
     # the same at a site, at the server or on the page
-    *("choice", "estimates", "few_rows", "labelling", "metrics", "predictions", "replies"),
+    *("choice", "estimates", "labelling", "metrics", "predictions", "replies"),
     # FLARE calls its jobs so, and `recipe` is a method
     "recipe",
 )

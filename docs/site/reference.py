@@ -20,8 +20,7 @@ from fedshift.cli.app import app
 from fedshift.data import registry as datasets
 from fedshift.data.transforms import Augmentation
 from fedshift.experiment.config.engine_section import ENGINES
-from fedshift.experiment.config.evaluation_section import Evaluation
-from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.config.experiment import Evaluation, Experiment
 from fedshift.experiment.protocols.index import PROTOCOLS
 from fedshift.federation.training import Privacy, Training
 from fedshift.methods import registry as methods

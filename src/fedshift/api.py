@@ -383,7 +383,6 @@ def check(experiment: Given, trust: bool = False) -> checks.Check:
 
 
 def _parse_given(experiment: Given, trust: bool = False) -> Experiment:
-    """The experiment in any of its forms, parsed."""
     if isinstance(experiment, str | Path):
         return load(experiment, trust=trust)
     if isinstance(experiment, Experiment):

@@ -19,7 +19,7 @@ from fedshift.data.builders.arrays import Arrays
 from fedshift.data.builders.in_memory import InMemory, as_list
 from fedshift.data.identifiers import names_single_rows
 from fedshift.data.table_files import is_number
-from fedshift.evaluation.tasks.survival import concordance
+from fedshift.evaluation.measuring import concordance
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.predict import from_weights
 from fedshift.experiment.runs.every_site import train_everywhere

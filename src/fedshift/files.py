@@ -195,7 +195,6 @@ class ScratchFolder:
     """
 
     def __init__(self, name: str) -> None:
-        """``name``: what it is for."""
         self._folder = tempfile.TemporaryDirectory(prefix=f"fedshift-{name}-")
         self.path = Path(self._folder.name)
         unlocked = self.path / f"{_LOCK}.part"

@@ -16,9 +16,8 @@ from fedshift.evaluation.estimate.combination import Estimate
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import RESULT, read_result, read_stored
 from fedshift.experiment.estimate import estimate_at, left_out_sums
-from fedshift.experiment.export import Exported, export
+from fedshift.experiment.export import Exported, checked_repository, export, push
 from fedshift.experiment.handing_out import check_adapted
-from fedshift.experiment.hub import checked_repository, push
 from fedshift.experiment.labelling import ToLabel, samples_to_label
 from fedshift.experiment.model_card import model_card
 from fedshift.experiment.monitor import ALARMS, BASELINE, Month, monitor

@@ -11,7 +11,7 @@ import yaml
 from calling import Cli
 
 from fedshift.experiment.check import DomainCheck
-from fedshift.report.many_sites import FEW, domain_table, missing_cells_of, privacy_rows, unlike, without_labels
+from fedshift.report.check_words import FEW, domain_table, missing_cells_of, privacy_rows, unlike, without_labels
 from fedshift.text import join_names
 
 HOSPITALS = 60

@@ -21,7 +21,7 @@ from PIL import Image
 from fedshift.data import sizes
 from fedshift.data.images import decode, on_disk
 from fedshift.data.locate import load_npz
-from fedshift.data.published.pickled import read_pickled
+from fedshift.data.published.array_files import read_pickled
 from fedshift.data.table_files import read_table
 from fedshift.errors import UserError, is_out_of_memory
 from tried import case

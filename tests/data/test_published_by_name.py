@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from fedshift.data.domain import DataSet
+from fedshift.data.published.array_files import read_pickled
 from fedshift.data.published.manifest import Counts, read_manifest
-from fedshift.data.published.pickled import read_pickled
 from fedshift.data.published.source import Published
 from fedshift.data.registry import names, parse, source_class
 from fedshift.errors import UserError

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from fedshift import encryption
-from fedshift.data.builders.volume_files import read_volume, series_of
-from fedshift.data.builders.volume_folder import VolumeFolder
+from fedshift.data.builders.volume_folder import VolumeFolder, read_volume, series_of
 from fedshift.errors import UserError
 
 pydicom = pytest.importorskip("pydicom")

@@ -17,7 +17,7 @@ from fedshift.deploy.coordinator import coordinate
 from fedshift.deploy.remote.transport import Transport
 from fedshift.deploy.site_cards import card_of
 from fedshift.errors import UserError
-from fedshift.evaluation.tasks.regression import rmse
+from fedshift.evaluation.measuring import rmse
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.runs.experiment_loop import run_experiment
 

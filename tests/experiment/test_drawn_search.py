@@ -22,7 +22,7 @@ from fedshift.experiment.plan import Plan
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.search_rules import Chosen, choices, rule_rows, with_draws, without_target
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.report.rules_page import rules_page
+from fedshift.report.search_page import rules_page
 
 SPACES: dict[str, Any] = {
     "training.lr": {"log_uniform": [0.01, 1]},

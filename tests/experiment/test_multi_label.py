@@ -14,8 +14,8 @@ import fedshift
 from fedshift.data.registry import parse
 from fedshift.data.tasks.objective import MultiLabel
 from fedshift.errors import UserError
+from fedshift.evaluation.measuring import label_metrics
 from fedshift.evaluation.site_metrics import Scored
-from fedshift.evaluation.tasks.multi_label import label_metrics
 
 NAMES = ("diabetes", "stroke", "asthma")
 

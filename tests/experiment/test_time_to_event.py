@@ -12,7 +12,7 @@ import torch
 import fedshift
 from fedshift.data.registry import parse
 from fedshift.errors import UserError
-from fedshift.evaluation.tasks.survival import concordance
+from fedshift.evaluation.measuring import concordance
 from fedshift.functional.survival import partial_likelihood
 
 

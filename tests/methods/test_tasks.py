@@ -16,7 +16,7 @@ from tiny import IMAGE, VECTOR, normed_for, plans, setting, step_on
 from fedshift.data.domain import Domain
 from fedshift.data.tasks.objective import Objective, objective_of
 from fedshift.errors import UserError
-from fedshift.evaluation.tasks.survival import concordance
+from fedshift.evaluation.measuring import concordance
 from fedshift.experiment.fits.tasks import method_fits
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods import registry

@@ -15,8 +15,7 @@ from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult, SelectedRound
 from fedshift.evaluation.stored import read_rounds
 from fedshift.json_objects import write_object
-from fedshift.report.by_site import at_common_tests, at_sites
-from fedshift.report.collect import collect, natural
+from fedshift.report.collect import at_common_tests, at_sites, collect, natural
 
 Write = Callable[..., Path]
 

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from fedshift.evaluation.significance import cluster_test, holm
-from fedshift.report import difference_words, differences
+from fedshift.report import differences
 from fedshift.report.collect import collect
 from fedshift.report.measures import ACCURACY
 from fedshift.report.page import page
@@ -64,16 +64,14 @@ def test_the_grid(folder: Path) -> None:
 
 def test_what_is_printed(folder: Path) -> None:
     found = differences.differences(collect(folder).results, [("fedavg", "ours")])
-    cells = dict(
-        zip(difference_words.head(["b", "a"], ACCURACY), difference_words.line(found[0], ["b", "a"]), strict=True)
-    )
+    cells = dict(zip(differences.head(["b", "a"], ACCURACY), differences.line(found[0], ["b", "a"]), strict=True))
     assert cells["average"] == "−2.35 ± 2.69", "the means of the targets are −5.03 and 0.33"
     assert (cells["t"], cells["df"]) == ("−0.87", "1.0")
     assert cells["p"] == cells["p (Holm)"] == "0.542"
     assert (cells["seeds"], cells["p here (Holm)"]) == ("3", "0.063")
     assert cells["a"] == "−5.03 ± 0.03*"
     assert cells["b"] == "+0.33 ± 1.20"
-    grid = difference_words.markdown(found, ["a", "missing"], ACCURACY)
+    grid = differences.markdown(found, ["a", "missing"], ACCURACY)
     assert r"−5.03 ± 0.03\*" in grid
     assert len({line.count("|") for line in grid.splitlines()}) == 1
     assert grid.splitlines()[2].split(" | ")[-1] == "– |"
@@ -85,7 +83,7 @@ def test_one_seed_has_no_test(write_part: Callable[..., Path]) -> None:
     (found,) = differences.differences(collect(folder).results, [("a", "b")])
     assert found.corrected is None
     assert not found.marked
-    assert difference_words.line(found, ["t"]) == ["a − b", "+10.00", "–", "–", "–", "–", "1", "–", "+10.00"]
+    assert differences.line(found, ["t"]) == ["a − b", "+10.00", "–", "–", "–", "–", "1", "–", "+10.00"]
 
 
 def test_one_target_has_the_view_of_its_seeds_only(write_part: Callable[..., Path]) -> None:
@@ -98,9 +96,9 @@ def test_one_target_has_the_view_of_its_seeds_only(write_part: Callable[..., Pat
 
 
 def test_repeats_are_named_by_what_they_are() -> None:
-    assert "splits" in difference_words.head([], HARMONIC_MEANS["accuracy"])
-    assert "split" in difference_words.note(HARMONIC_MEANS["accuracy"])
-    assert "seeds" in difference_words.head([], ACCURACY)
+    assert "splits" in differences.head([], HARMONIC_MEANS["accuracy"])
+    assert "split" in differences.note(HARMONIC_MEANS["accuracy"])
+    assert "seeds" in differences.head([], ACCURACY)
 
 
 def test_the_page_compares_every_two_methods(folder: Path) -> None:

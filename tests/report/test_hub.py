@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedshift.errors import UserError
-from fedshift.experiment.hub import checked_repository, push
+from fedshift.experiment.export import checked_repository, push
 
 hub = pytest.importorskip("huggingface_hub")
 TOKEN = "hf_aSecretThatNobodyMaySee"

@@ -25,9 +25,9 @@ from fedshift.experiment.protocols.base import Split
 from fedshift.json_objects import write_object
 from fedshift.report.advice.words import DIFFERENCES, short_kind
 from fedshift.report.collect import Collected, collect
+from fedshift.report.conditions import role_of
 from fedshift.report.details import Details, _sites
 from fedshift.report.html import render
-from fedshift.report.method_roles import role_of
 from fedshift.report.mistakes import predictions_of
 from fedshift.report.page import DARK, LIGHT, page
 from fedshift.report.plots import accuracy_at_targets, reliability

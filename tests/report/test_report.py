@@ -17,14 +17,14 @@ import fedshift
 from fedshift.report.advice.words import VerdictValues, two_sentences
 from fedshift.report.collect import collect
 from fedshift.report.page import page, table_html
-from fedshift.report.pictures.of_table import picture
 from fedshift.report.report import Report, whole_report
 from fedshift.report.table_formats import FORMATS, terminal
+from fedshift.report.table_picture import picture
 
 SOURCE = Path(fedshift.__file__).parent
 RENDERERS = (
     "report/advice/words.py",
-    "report/difference_words.py",
+    "report/differences.py",
     "report/folding.py",
     "report/html.py",
     "report/page.py",

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from fedshift.errors import UserError
 from fedshift.report.collect import collect
-from fedshift.report.pictures.of_table import picture
 from fedshift.report.report import report_of
 from fedshift.report.table import table
 from fedshift.report.table_formats import as_json, escape_latex, latex, markdown, terminal
+from fedshift.report.table_picture import picture
 
 Write = Callable[..., Path]
 

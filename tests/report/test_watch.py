@@ -20,8 +20,7 @@ from fedshift.evaluation.site_bytes import write_site_bytes
 from fedshift.json_objects import write_object
 from fedshift.report.sections.blocks import Listing
 from fedshift.report.watch.deployments import Deployed, SeenSite
-from fedshift.report.watch.live_page import Watched, WatchedRun, _blocks, experiments_in, watch_page
-from fedshift.report.watch.page_server import server
+from fedshift.report.watch.live_page import Watched, WatchedRun, _blocks, experiments_in, server, watch_page
 
 Write = Callable[..., Path]
 

@@ -11,7 +11,7 @@ import typer
 import typer.main
 
 from fedshift.cli import listings
-from fedshift.cli.arguments import ExperimentFile, Overrides, Runs, Trust
+from fedshift.cli.arguments import ExperimentFile, Overrides, Runs, Trust, may_ask
 from fedshift.cli.check import check
 from fedshift.cli.estimate import estimate
 from fedshift.cli.export import export
@@ -19,7 +19,6 @@ from fedshift.cli.label import label
 from fedshift.cli.monitor import monitor
 from fedshift.cli.pack import pack, unpack
 from fedshift.cli.predict import predict
-from fedshift.cli.trusting import may_ask
 from fedshift.deploy_door import deploy_room
 from fedshift.errors import UserError
 from fedshift.evaluation.metric_entries import ENTRIES

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fedshift import trust as trusted
 from fedshift.errors import UserError, nearest
+from fedshift.text import printable
 
 ExperimentFile = Annotated[Path, typer.Argument(help="The experiment file.", metavar="EXPERIMENT.yaml")]
 Runs = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.", metavar="DIR")]
@@ -34,3 +38,17 @@ def check_format(format: str, known: Sequence[str] = ("terminal", "json")) -> No
     """Raise UserError if a command has no such format."""
     if format not in known:
         raise UserError(f"--format: there is no format '{format}'; {nearest(format, known)}")
+
+
+@contextmanager
+def may_ask(trust: bool) -> Iterator[None]:
+    """Within it, code that is not trusted yet is shown. ``trust`` is a yes; else who sits at a terminal is asked."""
+
+    def ask(code: trusted.Code) -> bool:
+        typer.echo(printable(code.shown), err=True)
+        if trust:
+            return True
+        return sys.stdin.isatty() and typer.confirm("Do you trust it?", default=False, err=True)
+
+    with trusted.asks(ask):
+        yield

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedshift.cli.arguments import ExperimentFile, Overrides, Runs, Trust
-from fedshift.cli.trusting import may_ask
+from fedshift.cli.arguments import ExperimentFile, Overrides, Runs, Trust, may_ask
 from fedshift.experiment.config.experiment_file import refuse_slips
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ def show_fields(section: str | None) -> None:
     """Print the fields of an experiment's sections of one kind, and of options of a method."""
     from fedshift.data.transforms import Augmentation
     from fedshift.experiment.config.engine_section import ENGINES
-    from fedshift.experiment.config.evaluation_section import Evaluation
+    from fedshift.experiment.config.experiment import Evaluation
     from fedshift.experiment.config.search_section import Search, Space
     from fedshift.experiment.protocols.index import PROTOCOLS
     from fedshift.federation.training import Privacy, Training

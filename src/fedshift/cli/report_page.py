@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from fedshift.report.watch.page_server import ADDRESS, server
+from fedshift.report.watch.live_page import ADDRESS, server
 
 
 def write_report(folder: Path) -> None:

@@ -29,8 +29,7 @@ from fedshift.files import write_bytes
 from fedshift.methods.base import Method
 from fedshift.report.collect import collect
 from fedshift.report.folding import Folded
-from fedshift.report.rules_page import rules_page
-from fedshift.report.search_page import Climbed, outcome, search_page
+from fedshift.report.search_page import Climbed, outcome, rules_page, search_page
 
 
 def search_file(
@@ -141,7 +140,6 @@ def _in_turn(
 
 
 def _write_experiment(file: Path, experiment: Experiment, errors: Console) -> None:
-    """Write an experiment file, and print where it is."""
     write_bytes(file, yaml.safe_dump(experiment.dump(), sort_keys=False, allow_unicode=True).encode())
     errors.print(f"experiment: {file}", markup=False, highlight=False, soft_wrap=True)
 

@@ -13,10 +13,10 @@ from fedshift.evaluation.selection import selection_rule
 from fedshift.report.advice.verdict import Verdict
 from fedshift.report.advice.words import paragraphs
 from fedshift.report.collect import collect
-from fedshift.report.pictures.of_table import picture
 from fedshift.report.report import report_of, verdict_of
 from fedshift.report.table import Table
 from fedshift.report.table_formats import FORMATS, terminal
+from fedshift.report.table_picture import picture
 from fedshift.text import json_text
 
 

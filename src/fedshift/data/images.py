@@ -458,7 +458,6 @@ def _load_encrypted(target: Path, shape: tuple[int, ...], images: Iterable[_Imag
 
 
 def _parse_cache(content: bytes, shape: tuple[int, ...]) -> Decoded:
-    """What `_write` wrote."""
     stream = BytesIO(content)
     array = np.load(stream, allow_pickle=False)
     if array.shape != shape or array.dtype != np.uint8:

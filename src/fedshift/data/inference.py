@@ -13,9 +13,8 @@ from fedshift.data.builders.in_memory import InMemory
 from fedshift.data.builders.medical import is_medical, slices_of
 from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Dense, Preprocessing
-from fedshift.data.hdf5 import HDF5
 from fedshift.data.images import ImageFile, decode, is_image, on_disk, paged_files, pages_warning, some_sides
-from fedshift.data.locate import load_arrays
+from fedshift.data.locate import HDF5, load_arrays
 from fedshift.data.table_files import EXCEL, PARQUET, Columns, SiteFormat, from_columns
 from fedshift.data.tables import TableEncoding, encode_rows, encoding_of, rows_of
 from fedshift.data.text_columns import TextEncoding, text_encoding_of

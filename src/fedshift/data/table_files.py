@@ -354,7 +354,6 @@ def _has_formulas(archive: zipfile.ZipFile, part: str) -> bool:
 
 
 def _sheet(path: Path, form: TableFormat, book: Any) -> Any:
-    """The sheet that is read."""
     names = book.sheetnames
     if form.sheet is not None and form.sheet not in names:
         raise UserError(

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedshift.cli.arguments import Runs, Trust
-from fedshift.cli.trusting import may_ask
+from fedshift.cli.arguments import Runs, Trust, may_ask
 from fedshift.deploy.cli.audits import audit
 from fedshift.deploy.cli.federation import KitFolder, coordinator, project, site
 from fedshift.deploy.cli.security import security

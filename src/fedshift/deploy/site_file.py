@@ -15,8 +15,8 @@ import numpy as np
 import yaml
 from pydantic import ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
+from fedshift.data.agreement import Few
 from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing
-from fedshift.data.few_rows import Few
 from fedshift.data.site_labels import SiteLabels
 from fedshift.deploy.remote.policy import Policy, PrivacyBudget
 from fedshift.deploy.role_file import RoleFile

@@ -13,8 +13,8 @@ from fedshift.deploy.remote.policy import ACCURACY, METRICS, Policy
 from fedshift.deploy.remote.replies import Measures
 from fedshift.deploy.remote.requests import Whole
 from fedshift.errors import Refused
+from fedshift.evaluation.measuring import MetricOptions, measuring_of
 from fedshift.evaluation.metrics import counts_by_class
-from fedshift.evaluation.tasks.measuring import MetricOptions, measuring_of
 from fedshift.experiment.runs.evaluator import predictions, score
 from fedshift.models.network import Network
 

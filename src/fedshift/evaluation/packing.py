@@ -165,7 +165,6 @@ def _twice(folder: Path, experiment: Path) -> UserError:
 
 
 def _whole(there: Pack | None) -> list[PackedRun]:
-    """The packed runs with their rounds."""
     return [] if there is None else [replace(run, rounds=there.lines(name)) for name, run in there.runs.items()]
 
 

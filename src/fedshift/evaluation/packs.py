@@ -395,7 +395,6 @@ def _rows(table: Any) -> Iterator[dict[str, Any]]:
 
 
 def _values(column: Any, cells: Any) -> list[Any]:
-    """What stands in a column."""
     arrow = import_extra("pyarrow", extra="report", what="reading results")
     of_json = (column.metadata or {}).get(b"fedshift") == _JSON[b"fedshift"]
     inner = column.type.value_type if arrow.types.is_list(column.type) else column.type

@@ -48,7 +48,6 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
 
 
 def _budgets_of_steps(method: Method, training: Training, split: Split, needs: Mapping[str, int]) -> dict[str, int]:
-    """As `budgets` for ``training.steps``; ``needs``: site → what the method needs there."""
     steps = training.steps
     assert steps is not None
     if not (method.traits.pooled or method.traits.target == "labelled"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import tempfile
 import time
@@ -10,27 +11,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedshift.data.checks import absent_classes
 from fedshift.data.codings import missing_cells
 from fedshift.data.domain import DataSet, Preprocessing
 from fedshift.data.site_data import SiteData, batches_per_epoch
 from fedshift.data.tasks.objective import objective_of
-from fedshift.errors import TrainingDiverged, UserError
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_record
 from fedshift.experiment.costs import DryRun, Spent, dry_run_of, spent_by_experiment, traffic, trained_of
+from fedshift.experiment.export import export
 from fedshift.experiment.features import build_data
-from fedshift.experiment.loading_trial import try_loading
-from fedshift.experiment.plan import Plan, PlannedRun
+from fedshift.experiment.plan import Plan, PlannedRun, model_metadata
+from fedshift.experiment.predict import from_weights, load_model
 from fedshift.experiment.protocols.base import Split
 from fedshift.experiment.runs.evaluator import Evaluator
 from fedshift.experiment.runs.experiment_loop import run_experiment
-from fedshift.experiment.runs.run_folder import run_folder
+from fedshift.experiment.runs.run_folder import MODEL, model_file, run_folder
 from fedshift.experiment.trial import try_method
 from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.local.cards import resolve_device
@@ -42,10 +45,68 @@ from fedshift.federation.training import Training
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order, reads_of
 from fedshift.methods.pooled.equal_steps import steps_of_run
+from fedshift.models import registry as models
 from fedshift.models.network import Network, freeze_backbone
-from fedshift.models.own.forward_trial import told_of
+from fedshift.models.own.forward_trial import SAMPLES, told_of
 from fedshift.models.payload import payload
 from fedshift.weights import Weights
+
+_SMALL = 5_000_000
+"""Parameters of a network whose export as ONNX is tried: that of larger ones takes long."""
+
+
+def try_loading(planned: PlannedRun) -> tuple[str, ...]:
+    """Write a run's model with arbitrary weights, load it, predict with it, and export it. Nothing is kept.
+
+    Args:
+        planned: a run whose network does not come with fedshift.
+
+    Returns:
+        A warning for each format in which the model cannot be exported.
+
+    Raises:
+        UserError: the model could not be loaded, or would predict something else.
+    """
+    options, data, method = planned.experiment.model, planned.data, planned.run.method
+    what = f"model '{options.display}'"
+    network = models.build(options, data.input_shape, len(data.classes), 0)
+    sources = len(planned.plan.roles(planned.run.target)[0])
+    evaluated = method.evaluated_network(method.adapt_network(network, sources), sources)
+    weights, metadata = Weights(evaluated.state_dict()), model_metadata(planned)
+    with tempfile.TemporaryDirectory() as folder, told_of(options, "predicting with it after training"):
+        file = Path(folder, MODEL)
+        file.write_bytes(model_file(weights, metadata))
+        try:
+            loaded = load_model(file, method, options.code)
+        except UserError as error:
+            reason = str(error).replace(str(file), "its file")
+            raise UserError(f"{what} trains, but could not be loaded afterwards: {reason}") from error
+        here = from_weights(weights, metadata, method, options)
+        domain = next(iter(data.domains.values()))
+        view = SiteData([(domain, np.arange(min(SAMPLES, len(domain))), 0)], data.preprocessing)
+        with torch.no_grad():
+            inputs, *_ = next(view.all_batches(SAMPLES))
+            expected, gave = here.network(inputs), loaded.network(inputs)
+        if not torch.allclose(expected, gave, rtol=0, atol=0, equal_nan=True):
+            raise UserError(
+                f"{what} trains, but predicts something else once it is loaded: what it computes depends on more than "
+                "its parameters and buffers; register the rest with register_buffer"
+            )
+        warnings = []
+        for to in _formats(network):
+            try:
+                export(loaded, to, Path(folder))
+            except FedshiftError as error:
+                warnings.append(f"{what} trains and predicts, but fedshift export --to {to} will fail: {error}")
+        return tuple(warnings)
+
+
+def _formats(network: nn.Module) -> tuple[str, ...]:
+    """The formats in which an export is quickly tried."""
+    installed = all(importlib.util.find_spec(package) for package in ("onnx", "onnxruntime", "onnxscript"))
+    small = sum(parameter.numel() for parameter in network.parameters()) <= _SMALL
+    return ("torchscript", "onnx") if installed and small else ("torchscript",)
+
 
 _TIMED_BATCHES = 8
 _MEASURED, _MEASURED_SITES = 64, 4

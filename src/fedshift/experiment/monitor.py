@@ -145,7 +145,6 @@ def _digest(trained: TrainedModel) -> str:
 
 
 def _looked_at(trained: TrainedModel, folder: Path | None, samples: ToPredict, month: Month) -> Month:
-    """The month with what its samples show."""
     if month.samples < FEWEST:
         return month
     scores = trained.probabilities(samples.inputs)

@@ -19,9 +19,9 @@ from fedshift.data.input_guard import LOOKED_AT, image_statistics
 from fedshift.data.site_differences import shared_groups, site_differences
 from fedshift.data.site_scale import all_scaled
 from fedshift.data.tasks.objective import objective_of
+from fedshift.evaluation.measuring import measuring_of
 from fedshift.evaluation.metric_entries import Metric
 from fedshift.evaluation.records import SitePrivacy, WithoutLabels
-from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.budgets import budgets, rounds_needed
 from fedshift.experiment.config.experiment import Experiment, data_record, method_record
 from fedshift.experiment.environment import data_fingerprint, versions

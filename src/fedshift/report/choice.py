@@ -14,9 +14,8 @@ from fedshift.errors import UserError, nearest
 from fedshift.evaluation.estimate.choice import FEWEST, HARM, choose, margin
 from fedshift.evaluation.records import RunResult
 from fedshift.report.collect import Collected
-from fedshift.report.conditions import conditions
+from fedshift.report.conditions import conditions, role_of
 from fedshift.report.estimates import Estimates, estimates_of
-from fedshift.report.method_roles import role_of
 
 _CONSTANT = "the most frequent class"
 

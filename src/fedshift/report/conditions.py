@@ -11,12 +11,101 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.protocols.index import protocol_of
+from fedshift.federation.training import SAME_BITS
 from fedshift.methods.index import ENTRIES
-from fedshift.report.method_roles import Role, method_name, role_of
 from fedshift.report.note import Note
-from fedshift.report.pooled_steps import steps_in_words, steps_of
+from fedshift.report.pairs import ALONE
+from fedshift.text import yaml_value
+
+Role = Literal["federated", "alone", "pooled", "oracle", "majority"]
+ROLES: Mapping[Role, str] = {
+    "federated": "samples stay at their sites",
+    "alone": "each site alone",
+    "pooled": "pooled, not private",
+    "oracle": "upper bound, uses the target's labels",
+    "majority": "no model at all",
+}
+"""The roles in words."""
+
+
+def role_of(result: RunResult) -> Role:
+    """What a method is to its reader, by the name in its options and by what left the sites."""
+    name = method_name(result)
+    if name == "oracle":
+        return "oracle"
+    if name == ALONE:
+        return "alone"
+    shares = ENTRIES[name].shares if name in ENTRIES else ()
+    return "pooled" if "raw_data" in {*shares, *result.bytes_up} else "federated"
+
+
+def method_name(result: RunResult) -> str:
+    """The method's name, which several rows may share."""
+    options = result.options.get("method")
+    return str(options.get("name", result.method)) if isinstance(options, Mapping) else result.method
+
+
+_LEFT_OVER, _ROUNDED = 3, 0.02
+"""Differences that come from mini-batches which are divided over sites and rounded up."""
+
+
+def steps_of(runs: Sequence[RunResult]) -> float | None:
+    """Steps of a row's optimiser in a run, mean over its runs; None if it is not pooled, or a record does not say it.
+
+    It follows from the options, so that old records have it.
+    """
+    if role_of(runs[0]) != "pooled":
+        return None
+    steps_of_runs = [_steps_of_run(run.options, method_name(run)) for run in runs]
+    known = [steps for steps in steps_of_runs if steps is not None]
+    return fmean(known) if len(known) == len(steps_of_runs) else None
+
+
+def _steps_of_run(options: Mapping[str, Any], name: str) -> float | None:
+    training, method = options.get("training"), options.get("method")
+    budget = training.get("mini_batches") if isinstance(training, Mapping) else None
+    # Only known names: a record must not decide which code is imported.
+    if name not in ENTRIES or not isinstance(method, Mapping) or not isinstance(budget, Mapping):
+        return None
+    from fedshift.methods.pooled.equal_steps import steps_of_run  # with torch, which other tables do not need
+    from fedshift.methods.registry import method_class
+
+    kind = method_class(name)
+    try:
+        made = kind.model_validate({field: value for field, value in method.items() if field in kind.model_fields})
+    except ValidationError:  # options of another version
+        return None
+    return steps_of_run(made, budget)
+
+
+def steps_in_words(steps: Mapping[str, float]) -> str | None:
+    """What to say of the steps of a table's pooled rows, which train on equally many samples; None if it has one.
+
+    Example:
+        >>> steps_in_words({"deepall": 60.0, "split": 60.0})
+        'Optimiser steps in a run: 60 in every pooled row.'
+        >>> steps_in_words({"deepall": 60.0, "masf": 20.0, "dger": 20.0})[:55]
+        'Optimiser steps in a run, on equally many samples: deep'
+    """
+    if len(steps) < 2:
+        return None
+    least, most = min(steps.values()), max(steps.values())
+    if most - least <= max(_LEFT_OVER, _ROUNDED * most):
+        shown = f"{most:,.0f}" if f"{least:,.0f}" == f"{most:,.0f}" else f"{least:,.0f} to {most:,.0f}"
+        return f"Optimiser steps in a run: {shown} in every pooled row."
+    rows: dict[str, list[str]] = {}
+    for name, number in steps.items():
+        rows.setdefault(f"{number:,.0f}", []).append(name)
+    listing = "; ".join(f"{', '.join(names)} {number}" for number, names in rows.items())
+    return (
+        f"Optimiser steps in a run, on equally many samples: {listing}. Of these pooled rows only those of equal steps "
+        "are alike; with domain_batches: split each draws as often as deepall."
+    )
+
 
 Use = Literal["augmented", "target"]
 USES: Mapping[Use, str] = {
@@ -252,3 +341,52 @@ def _explaining(recipe: str, rows: Mapping[str, Conditions]) -> dict[str, str]:
         what = f"fedavg with the same images{' and momentum' if its.momentum else ''}"
         explaining[what] = those("fedavg", lambda row: same(row) and row.momentum == its.momentum)
     return dict(reversed(explaining.items()))
+
+
+_OF_THE_RUN = "mini_batches"
+"""A record has the budget of every site in the place of this field."""
+_NOT_WRITTEN: Mapping[str, Any] = {"steps": None, "accumulate": 1, "compile": False}
+"""Fields that records have where they are not these."""
+
+
+def otherwise(result: RunResult, other: RunResult) -> dict[str, Any]:
+    """The fields of the training section in which a run differs from another, with its own values.
+
+    Example:
+        >>> made = RunResult.model_construct
+        >>> fast, slow = (made(options={"training": {"lr": rate, "rounds": 3}}) for rate in (0.5, 0.1))
+        >>> otherwise(fast, slow)
+        {'lr': 0.5}
+    """
+    section, others = _training(result), _training(other)
+    return {
+        name: value
+        for name, value in section.items()
+        if name not in (_OF_THE_RUN, *SAME_BITS) and name in others and _differ(value, others[name])
+    }
+
+
+def _differ(value: object, other: object) -> bool:
+    """Whether two values differ, but for parts that a record of an earlier version has not."""
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        return any(value[part] != other[part] for part in value if part in other)
+    return value != other
+
+
+def trained_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[Note]:
+    """Which rows were trained with which values, for the fields in which rows differ."""
+    first = {result.method: result for result in reversed(results) if result.method in methods}
+    rows = [first[name] for name in methods if name in first]
+    parts = []
+    for name in dict.fromkeys(name for row in rows for name in otherwise(row, rows[0])):
+        values: dict[str, list[str]] = {}
+        for row in rows:
+            values.setdefault(yaml_value(_training(row).get(name)), []).append(row.method)
+        parts.append(f"{name} " + ", ".join(f"{value} ({', '.join(those)})" for value, those in values.items()))
+    if parts:
+        yield Note("trained", f"Rows were trained with settings of their own: {'; '.join(parts)}.")
+
+
+def _training(result: RunResult) -> Mapping[str, Any]:
+    section = result.options.get("training")
+    return {**_NOT_WRITTEN, **section} if isinstance(section, Mapping) else {}

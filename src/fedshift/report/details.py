@@ -13,8 +13,7 @@ from fedshift.evaluation.cautions import baselines, cautions
 from fedshift.evaluation.metric_entries import Metric
 from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
 from fedshift.evaluation.stored import ROUNDS, read_rounds
-from fedshift.report.by_site import rounds_at
-from fedshift.report.collect import Collected, FinishedRun, natural
+from fedshift.report.collect import Collected, FinishedRun, natural, rounds_at
 from fedshift.report.many_targets import FEW
 from fedshift.report.measures import Measure
 from fedshift.report.mistakes import Predictions, placed_of, predictions_of
@@ -177,7 +176,6 @@ def details_of(collected: Collected, table: Table, method: str | None, samples: 
 
 
 def _facts(collected: Collected, unit: str) -> Iterator[tuple[str, str]]:
-    """What the experiment is of."""
     results, order = collected.results, collected.order
     classes = results[0].classes
     what = "predicted" if results[0].metric in ("rmse", "concordance") else f"{unit}{'es' if unit == 'class' else 's'}"

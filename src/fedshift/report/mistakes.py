@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.stored import check_sum
 from fedshift.report.collect import FinishedRun
-from fedshift.report.method_roles import role_of
+from fedshift.report.conditions import role_of
 from fedshift.report.run_means import Curve
 from fedshift.report.shown_samples import Placed, ShownSamples
 

@@ -26,8 +26,8 @@ from fedshift.report.sections.results import (
     result_section,
     rows_section,
     verdict_section,
+    without_labels_section,
 )
-from fedshift.report.sections.without_labels import without_labels_section
 from fedshift.report.table import Table
 
 PAGE = "report.html"

@@ -9,11 +9,10 @@ from fedshift.evaluation.records import Selection
 from fedshift.report.advice.verdict import Verdict, verdict
 from fedshift.report.choice import choices, choices_in_words
 from fedshift.report.collect import Collected
-from fedshift.report.conditions import Conditions, conditions
+from fedshift.report.conditions import Conditions, Role, conditions
 from fedshift.report.details import Details, details_of, warnings_with_places
 from fedshift.report.estimates import Unmeasured, estimates_of, unmeasured_of
 from fedshift.report.many_targets import with_worst_columns
-from fedshift.report.method_roles import Role
 from fedshift.report.shown_samples import ShownSamples
 from fedshift.report.table import Table, table_of
 

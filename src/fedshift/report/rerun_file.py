@@ -8,7 +8,7 @@ from typing import Any
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.protocols.index import protocol_of
 from fedshift.report.collect import Collected
-from fedshift.report.unlike_training import otherwise
+from fedshift.report.conditions import otherwise
 
 _OF_A_RUN = ("target", "seed", "method", "versions", "aggregation", "wire")
 """Settings that a run records and an experiment file does not have."""

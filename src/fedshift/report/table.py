@@ -25,16 +25,14 @@ from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.significance import share_sites
 from fedshift.evaluation.summary import AVERAGE, Row, row_of, rows, with_samples
 from fedshift.report import pairs
-from fedshift.report.by_site import at_common_tests, measures_each
 from fedshift.report.choice import Choice, choices_in_words
-from fedshift.report.collect import Collected
-from fedshift.report.conditions import Conditions, badges_of, scale_note, used_notes
+from fedshift.report.collect import Collected, at_common_tests, measures_each
+from fedshift.report.conditions import Conditions, badges_of, scale_note, trained_note, used_notes
 from fedshift.report.differences import LEVEL, Difference, differences
 from fedshift.report.estimates import Estimates, sentences
 from fedshift.report.like_for_like import NOTHING, Comparable, comparable, unlike_seeds
 from fedshift.report.measures import ACCURACY, DISTANCES, MEASURES, METRICS, Measure, measure_of
 from fedshift.report.note import Note
-from fedshift.report.unlike_training import trained_note
 from fedshift.text import decimals, in_unit, join_names
 
 WORST, GAP, SPREAD = "worst site", "gap between sites", "spread over sites"

@@ -94,7 +94,6 @@ class MaskFolder(DataSource):
         return check_dataset(DataSet(self.name, domains, structures, preprocessing, self.manifest(), tuple(warnings)))
 
     def _in_colour(self, images: dict[str, list[ImageFile]]) -> bool:
-        """Whether images are read in colour."""
         if self.colour is not None:
             return self.colour
         stored = {site: has_colour(files) for site, files in images.items()}

@@ -64,7 +64,6 @@ class OwnData(DataSource):
         return self._with(self._source().without_labels(site))
 
     def _with(self, fewer: DataSource) -> DataSource:
-        """This source with the statistics of ``fewer``."""
         if fewer == self._source():
             return self
         names = ("statistics_from", "label_statistics_from")

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedshift.cli.arguments import ExperimentFile, Overrides, Runs, Trust
-from fedshift.cli.trusting import may_ask
+from fedshift.cli.arguments import ExperimentFile, Overrides, Runs, Trust, may_ask
 
 Source = Annotated[str | None, typer.Option("--site", help="The source to attack. [the first]")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder of the results. [RUNS/NAME/audit]", metavar="DIR")]

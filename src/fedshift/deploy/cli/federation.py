@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedshift.cli.arguments import Overrides, Runs, Trust
+from fedshift.cli.arguments import Overrides, Runs, Trust, may_ask
 from fedshift.cli.console import say
-from fedshift.cli.trusting import may_ask
 from fedshift.errors import UserError
 
 if TYPE_CHECKING:

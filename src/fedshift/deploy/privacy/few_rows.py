@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from fedshift.data import agreement
+from fedshift.data.agreement import encoding_without_few, few_rows, without_few
 from fedshift.data.domain import Domain
-from fedshift.data.few_rows import encoding_without_few, few_rows, without_few
 from fedshift.data.tables import TableEncoding
 from fedshift.deploy.remote.policy import Policy
 from fedshift.deploy.site_file import Holding

@@ -36,7 +36,7 @@ from fedshift.deploy.remote.wire import body_of
 from fedshift.deploy.site_file import Holding, SiteConfig
 from fedshift.deploy.site_measures import measure_at_site
 from fedshift.errors import Refused, UserError
-from fedshift.evaluation.tasks.measuring import measuring_of
+from fedshift.evaluation.measuring import measuring_of
 from fedshift.experiment.environment import versions
 from fedshift.experiment.fits.private import check_private
 from fedshift.experiment.runs.evaluator import answering, predictions

@@ -15,10 +15,10 @@ from fedshift.deploy.remote.policy import ACCURACY, CONFIDENCES, MOMENTS
 from fedshift.deploy.remote.requests import FileName
 from fedshift.errors import FedshiftError
 from fedshift.evaluation.estimate.plain_sums import GivenInputs, GivenSums, check_classes
+from fedshift.evaluation.measuring import Measuring, measuring_of
 from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import BINS
-from fedshift.evaluation.tasks.measuring import Measuring, measuring_of
 from fedshift.federation.messages import Statistics
 from fedshift.federation.plain_values import Frozen
 from fedshift.federation.secure.integer_sums import LayoutEntry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
@@ -18,10 +18,10 @@ from fedshift.data import registry as data_registry
 from fedshift.data.checks import names_alike
 from fedshift.data.domain import DataSource
 from fedshift.errors import UserError, nearest
+from fedshift.evaluation.records import SiteMetric
 from fedshift.experiment.config.data_section import data_name, data_source, own_file_record
 from fedshift.experiment.config.engine_section import ENGINES, Engine, EngineSection, FlareEngine, LocalEngine
 from fedshift.experiment.config.error_messages import check_booleans, describe
-from fedshift.experiment.config.evaluation_section import Evaluation
 from fedshift.experiment.config.experiment_file import NAME, read, with_name
 from fedshift.experiment.config.search_section import Search
 from fedshift.experiment.protocols.base import ProtocolSection
@@ -38,6 +38,20 @@ from fedshift.models import registry as model_registry
 from fedshift.models.network_options import NetworkOptions
 from fedshift.models.networks.frozen import Frozen
 from fedshift.models.own import own_network
+
+
+class Evaluation(Section):
+    """What is measured with the model of a run's last round, and what is kept of it."""
+
+    headline: SiteMetric = Field(
+        "accuracy", description="the measure of the first table and of the page; accuracy: that of the task"
+    )
+    predictions: bool = Field(
+        True, description="keep the scores of every measured sample in each run's predictions.parquet"
+    )
+    resamples: Annotated[int, Field(ge=0, le=100_000)] = Field(
+        1000, description="bootstrap samples of the intervals over samples; large sites use fewer; 0: no intervals"
+    )
 
 
 class Experiment(Section):

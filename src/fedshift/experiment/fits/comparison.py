@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import UserError
+from fedshift.evaluation.measuring import measuring_of
 from fedshift.evaluation.metric_entries import ENTRIES
 from fedshift.evaluation.records import ERRORS
-from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.fits.about import About
 
 

@@ -16,10 +16,10 @@ from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import CLASSES, Objective, objective_of
 from fedshift.errors import UserError
 from fedshift.evaluation import mask_metrics
+from fedshift.evaluation.measuring import MetricOptions, measuring_of
 from fedshift.evaluation.predictions import UNLABELLED, SitePredictions
 from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, common_threshold
-from fedshift.evaluation.tasks.measuring import MetricOptions, measuring_of
 from fedshift.experiment.protocols.base import Split
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.models.network import Network
@@ -258,7 +258,6 @@ def score(network: Network, view: SiteData, objective: Objective, groups: NDArra
 
 
 def _outputs(network: Network, inputs: Tensor) -> Tensor:
-    """What a network says of each sample."""
     outputs: Tensor = network(inputs)
     if len(outputs) != len(inputs):
         raise UserError(f"model: the network returns {len(outputs)} rows of scores for {len(inputs)} samples")

@@ -21,12 +21,11 @@ from fedshift.experiment.protocols.index import protocol_of
 from fedshift.report.advice.expected import Expected, next_site
 from fedshift.report.choice import Choice, choices_in_words
 from fedshift.report.collect import Collected
-from fedshift.report.conditions import Conditions
+from fedshift.report.conditions import Conditions, Role, method_name
 from fedshift.report.differences import LEVEL, Difference, differences
 from fedshift.report.estimates import Estimates, sentences
 from fedshift.report.like_for_like import Comparable, unlike_seeds
 from fedshift.report.measures import Measure
-from fedshift.report.method_roles import Role, method_name
 from fedshift.report.run_means import mean_by_kind
 from fedshift.report.table import Table
 from fedshift.text import decimals, join_names

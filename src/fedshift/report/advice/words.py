@@ -182,7 +182,6 @@ def _quantity(name: str) -> str:
 
 
 def _with_name(measure: Measure, number: float) -> str:
-    """The name of a measure and a number of it."""
     return f"{_quantity(measure.name)} {_value(measure, number)}"
 
 

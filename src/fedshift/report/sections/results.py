@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.methods.index import ENTRIES
-from fedshift.report import difference_words, plots
+from fedshift.report import differences, plots
 from fedshift.report.advice.verdict import MAJORITY, Verdict
 from fedshift.report.advice.words import DIFFERENCES, KINDS, first_sentence, paragraphs
-from fedshift.report.conditions import Conditions
+from fedshift.report.conditions import ROLES, Conditions, Role
 from fedshift.report.details import Details, SiteSamples
 from fedshift.report.measures import MISSING
-from fedshift.report.method_roles import ROLES, Role
 from fedshift.report.report import Report
 from fedshift.report.sections.blocks import (
     Block,
@@ -210,9 +209,9 @@ def differences_section(verdict: Verdict, table: Table) -> Section:
     title = "Differences between methods"
     if not verdict.differences:
         return section("differences", title, Text("One method: nothing to compare.", "note"))
-    lines = [difference_words.line(difference, targets) for difference in verdict.differences]
-    head = difference_words.head(targets, measure)
-    notes = [f"Last round. {difference_words.note(measure)}"]
+    lines = [differences.line(difference, targets) for difference in verdict.differences]
+    head = differences.head(targets, measure)
+    notes = [f"Last round. {differences.note(measure)}"]
     if any(MAJORITY in difference.name for difference in verdict.differences):
         notes.append(
             f"{MAJORITY.capitalize()}: what always naming a target's most frequent class would reach. Whether methods "
@@ -229,3 +228,44 @@ def gains_grid(gains: Mapping[str, Mapping[str, float]], methods: Sequence[str])
     rows: list[Cells] = [[name, *(number(gains.get(name, {}).get(site)) for site in sites)] for name in methods]
     note = "Percentage points over the best model that a site can train alone, mean over pairs and splits."
     return grid("Gain of each site", ["method", *sites], rows, [note])
+
+
+_RESTS_ON = (
+    "An estimate is no measurement: it compares the models' answers there with those at targets that have labels. "
+    "Here, in tables and in the verdict it rests on the scores that runs noted. fedshift estimate also looks at "
+    "samples again where it can, so it may say another number: that is then the one to take."
+)
+
+
+def without_labels_section(report: Report) -> Section | None:
+    """What is estimated where nothing could be measured; None where all targets have labels."""
+    if not report.unmeasured.means:
+        return None
+    return section("estimates", "Targets without labels", *_blocks(report), folds=False)
+
+
+def _blocks(report: Report) -> Iterator[Block]:
+    unmeasured = report.unmeasured
+    yield from (Text(paragraph, "verdict") for paragraph in unmeasured.for_a_board)
+    yield Text(" ".join([*unmeasured.sentences, *report.choices, _RESTS_ON]))
+    rows = list[Cells]()
+    for site, method, samples, middle, usual in unmeasured.means:
+        ends = (Entry("–"),) * 3 if middle is None else tuple(number(part, 1) for part in middle)
+        rows.append([site, method, f"{samples:,}", *ends, number(usual, 1)])
+    drawn = {f"{method} at {site}": (*middle, usual) for site, method, _, middle, usual in unmeasured.means if middle}
+    if drawn:
+        yield figure(
+            "estimates",
+            plots.estimates(drawn),
+            "Estimated accuracy at targets without labels, with intervals of 90 %",
+            "Estimate and interval; the cross is the mean of the targets that have labels.",
+            [["run", "estimate", "low", "high", "usual"], *([name, *numbers] for name, numbers in drawn.items())],
+        )
+    head = ["target", "method", "samples", "estimate, %", "low", "high", "mean of measured targets, %"]
+    yield grid("Accuracy where it could not be measured", head, rows, ["Means over seeds; intervals of 90 %."])
+    further: list[Cells] = [[*names, *(number(part, 1) for part in ends)] for *names, ends in unmeasured.further]
+    if further:
+        head = ["target", "method", "measure", "estimate, %", "low", "high"]
+        yield grid("AUROC, sensitivity and specificity there", head, further, ["Of the first seed; intervals of 90 %."])
+    if unmeasured.reasons:
+        yield Listing(unmeasured.reasons, "What is unlike, and what else to know")

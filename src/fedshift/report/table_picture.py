@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedshift.report import plots
+from fedshift.report.conditions import ROLES, Role
 from fedshift.report.html import mark_trusted, render
-from fedshift.report.method_roles import ROLES, Role
 from fedshift.report.page import DARK, LIGHT
 from fedshift.report.report import Report
 from fedshift.report.table import Table

@@ -1,1 +1,0 @@
-"""How each task is measured."""
