@@ -34,6 +34,7 @@ FLOORS = (
         "files",
         "import_paths",
         "json_objects",
+        "section",
         "text",
         "trust",
         "version",

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 from fedshift.data.codings import Counted
 from fedshift.errors import UserError
+from fedshift.section import Section, Sparing
 
 Rows = npt.NDArray[np.int64]
 Task = Literal["classification", "segmentation", "regression", "time_to_event", "multi_label"]
@@ -140,18 +140,14 @@ def part_of(domain: Domain, rows: Rows, name: str) -> Domain:
     )
 
 
-_LATER = ("window", "objective", "text", "patch", "standardise")
-"""Fields of a preprocessing that are written only if they are set."""
-
-
-class Preprocessing(BaseModel):
+class Preprocessing(Sparing):
     """How stored inputs become what a network reads. Saved with a model, so that prediction does the same.
 
     Images: ``value / 255``, then ``(value - mean) / std`` per channel. Features: as stored, or ``(value - mean) / std``
     per column if mean and std are given. Tokens: as stored.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    later: ClassVar[tuple[str, ...]] = ("window", "objective", "text", "patch", "standardise")
 
     kind: Literal["image", "features", "table", "tokens"]  # what the stored inputs are
     channels: int | None = None  # channels of images
@@ -178,12 +174,6 @@ class Preprocessing(BaseModel):
     def at(self, scale: Scale) -> Preprocessing:
         """As it is at a site with this scale."""
         return self.model_copy(update={"mean": scale[0], "std": scale[1], "standardise": None})
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, plain: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Leave out `_LATER` fields that are not set, so that files and caches written before them stay the same."""
-        written: dict[str, object] = plain(self)
-        return {name: value for name, value in written.items() if value is not None or name not in _LATER}
 
 
 @dataclass(frozen=True)
@@ -244,13 +234,11 @@ class DataSet:
         return tuple(name for name, domain in self.domains.items() if domain.unlabelled)
 
 
-class DataSource(BaseModel):
+class DataSource(Section):
     """Base of the builders: the fields of ``data:`` in an experiment file, and how the data are read.
 
     A subclass sets ``name`` (a `Literal` with a default), its own fields, ``manifest`` and ``build``.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
 

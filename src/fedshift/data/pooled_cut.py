@@ -12,18 +12,19 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from fedshift.data.domain import Domain, Rows, SparseRows, part_of
 from fedshift.data.splits import by_site_shares
 from fedshift.errors import UserError
+from fedshift.section import Section
 
 _TRIES = 1000
 """How often a cut is drawn until its smallest site is large enough."""
 Counts = npt.NDArray[np.int64]
 
 
-class PooledCut(BaseModel):
+class PooledCut(Section):
     """The field ``protocol.pool``: to how many sites, and by which rule.
 
     ``classes``: for each class, shares of its samples over the sites ~ Dirichlet(α, …, α); sites differ in size
@@ -34,8 +35,6 @@ class PooledCut(BaseModel):
     same mixture; n_dc(0) has whole domains at sites, or divided ones where there are more sites than domains (Bai,
     Bagchi, Inouye, ICLR 2024).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     sites: PositiveInt = Field(description="how many sites the pooled samples make: site.1, site.2, …")
     by: Literal["classes", "sites", "domains"] = Field(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
-from pydantic import BeforeValidator, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from fedshift.data.domain import UNKNOWN, DataSource, Domain, part_of
 from fedshift.errors import UserError, nearest
+from fedshift.section import Sparing
 
 Labels = Annotated[
     Literal["none", "few", "few_train"], BeforeValidator(lambda value: "none" if value is None else value)
@@ -29,7 +30,7 @@ def labelled_name(site: str) -> str:
     return f"{site}.labelled"
 
 
-class SiteLabels(DataSource):
+class SiteLabels(DataSource, Sparing):
     """Base of the data sets of which some sites may lack labels."""
 
     site_labels: dict[str, Labels] = Field(
@@ -39,7 +40,6 @@ class SiteLabels(DataSource):
     )
 
     later: ClassVar[tuple[str, ...]] = ("site_labels",)
-    """Fields that are written only if they are set: the settings of earlier runs stay theirs."""
     _elsewhere: tuple[str, ...] = PrivateAttr(())
     _part: str | None = PrivateAttr(None)
 
@@ -65,17 +65,6 @@ class SiteLabels(DataSource):
     def giving(self, parts: Mapping[str, T]) -> dict[str, T]:
         """Those of the parts whose sums are known here: at a deployed site its own alone."""
         return dict(parts) if self._part is None else {self._part: parts[self._part]}
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written: dict[str, Any] = plain(self)
-        fields = type(self).model_fields
-        unset = (
-            name for name in self.later if getattr(self, name) == fields[name].get_default(call_default_factory=True)
-        )
-        for name in unset:
-            written.pop(name, None)
-        return written
 
     def check_site_labels(self, sites: Mapping[str, object], *, classes: bool = True) -> None:
         """Raise UserError where ``site_labels`` names no site, all sites, or a task without classes."""

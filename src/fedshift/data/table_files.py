@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, field_validator, model_validator
+from pydantic import BeforeValidator, Field, FiniteFloat, field_validator, model_validator
 
 from fedshift.data import sizes
 from fedshift.errors import UserError, nearest
 from fedshift.extras import import_extra
+from fedshift.section import Section
 
 MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null"})
 _WHOLE = re.compile(r"(-?\d+)\.0+")
@@ -66,10 +67,8 @@ def as_written(mapping: object) -> object:
 Spellings = Annotated[dict[str, str], BeforeValidator(as_written)]
 
 
-class TableFormat(BaseModel):
+class TableFormat(Section):
     """How files are written: what makes their cells those of the common table."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     header: Literal["first_line", "none"] = Field(
         "first_line", description="whether the first line of CSV and Excel files has the names of columns"

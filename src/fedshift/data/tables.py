@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import Field, FiniteFloat, ValidationError
 
 from fedshift.data.checks import natural_order
 from fedshift.data.domain import Preprocessing
@@ -41,12 +41,11 @@ from fedshift.data.table_files import (
 )
 from fedshift.errors import UserError, in_words, nearest
 from fedshift.functional.noisy_moments import Ranges, within
+from fedshift.section import Section
 
 
-class NumericColumn(BaseModel):
+class NumericColumn(Section):
     """A numeric column."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str  # its name in the files
     mean: FiniteFloat  # mean over the sites
@@ -56,20 +55,16 @@ class NumericColumn(BaseModel):
     fill: FiniteFloat | None = None  # the number that a missing value is read as; None: the mean
 
 
-class CategoricalColumn(BaseModel):
+class CategoricalColumn(Section):
     """A categorical column."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str  # its name in the files
     categories: tuple[str, ...]  # the known ones, in the order of the encoded columns
     fill: str | None = None  # the category that a missing value is read as; None: none of them
 
 
-class TableEncoding(BaseModel):
+class TableEncoding(Section):
     """How rows become features. It is the same at every site."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     numeric: tuple[NumericColumn, ...]  # the numeric columns
     categorical: tuple[CategoricalColumn, ...]  # the categorical columns

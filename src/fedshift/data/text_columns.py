@@ -16,13 +16,14 @@ from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import Field, StringConstraints, ValidationError
 
 from fedshift.data.domain import NO_TOKEN, Preprocessing
 from fedshift.data.table_files import Columns, TableFormat, is_missing
 from fedshift.data.tables import CategoricalColumn, TableEncoding
 from fedshift.errors import UserError
 from fedshift.extras import import_extra
+from fedshift.section import Section
 
 LONGEST = 1 << 16
 """Most tokens of a text."""
@@ -30,10 +31,8 @@ _LARGEST = 64 << 20
 """Bytes of a tokenizer's description."""
 
 
-class TextEncoding(BaseModel):
+class TextEncoding(Section):
     """How the texts of a column become tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     column: Annotated[str, StringConstraints(min_length=1, max_length=500)]  # the column
     length: int = Field(ge=1, le=LONGEST)  # tokens of a text; longer ones are cut, shorter ones end with `NO_TOKEN`

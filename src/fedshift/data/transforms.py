@@ -10,23 +10,22 @@ from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 
 from fedshift.data.domain import Preprocessing
 from fedshift.errors import UserError, nearest
 from fedshift.functional.colour import adjust_brightness, adjust_contrast, adjust_hue, adjust_saturation, grey
 from fedshift.functional.geometry import affine_matrices, cut_out, resample
+from fedshift.section import Section
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Strength = Annotated[float, Field(ge=0, le=1)]
 AugmentationPolicy = Literal["rand_augment", "trivial_augment", "augmix"]
 
 
-class Augmentation(BaseModel):
+class Augmentation(Section):
     """Random changes of training images. The defaults change nothing."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     # bounds of the share of the image's area that a resized crop keeps; None: no crop
     crop_scale: tuple[float, float] | None = None

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from fedshift.evaluation.metric_entries import ENTRIES, OF_SITES, Metric
 from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.evaluation.site_bytes import SiteBytes
+from fedshift.section import Section, Sparing
 from fedshift.text import decimals
 
 Selection = Literal["last", "source", "oracle"]
@@ -55,17 +56,19 @@ def with_unit(metric: str, number: float) -> str:
     return f"{number:.2f} {entry.unit}" if entry.unit else f"{entry.title} {format_metric(metric, number)}"
 
 
-class _Record(BaseModel):
+class _Record(Section):
     # A loss may be infinite. It is written as legal JSON that reads back as the same number.
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(ser_json_inf_nan="strings")
 
 
 def _no_bytes() -> dict[Literal["up", "down"], dict[str, Count]]:
     return {"up": {}, "down": {}}
 
 
-class RoundRecord(_Record):
+class RoundRecord(_Record, Sparing):
     """One line of `rounds.jsonl`, written after the round was evaluated."""
+
+    later: ClassVar[tuple[str, ...]] = ("common_accuracy", "target_hd95")
 
     round: Count = Field(description="number of rounds done when this was measured")
     target_accuracy: dict[str, NotNegative] = Field(
@@ -110,12 +113,9 @@ class RoundRecord(_Record):
 
     @model_serializer(mode="wrap")
     def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written: dict[str, Any] = plain(self)
+        written = super()._as_before(plain)
         if ENTRIES[self.metric].unit == "%":
             written.pop("metric", None)
-        for name in ("common_accuracy", "target_hd95"):
-            if not getattr(self, name):
-                written.pop(name, None)
         return written
 
     @property
@@ -169,8 +169,10 @@ def _numbers(path: str, value: Any) -> Iterator[tuple[str, float]]:
         yield from _numbers(f"{path}/{name}" if path else name, part)
 
 
-class SelectedRound(_Record):
+class SelectedRound(_Record, Sparing):
     """The round that a selection rule chose, and what was measured in it."""
+
+    later: ClassVar[tuple[str, ...]] = ("common", "hd95")
 
     round: Count
     accuracy: NotNegative = Field(description="the run's metric, mean over the measured targets")
@@ -182,15 +184,6 @@ class SelectedRound(_Record):
     hausdorff: Pixels | None = Field(default=None, description="of earlier versions: mean over the measured targets")
     hd95: Pixels | None = Field(default=None, description="for segmentation: mean over the measured targets")
     common: dict[str, NotNegative] = Field(default_factory=dict, description="each common test set, if there are any")
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written: dict[str, Any] = plain(self)
-        if not self.common:
-            written.pop("common", None)
-        if self.hd95 is None:
-            written.pop("hd95", None)
-        return written
 
 
 class SiteMetrics(_Record):
@@ -268,8 +261,10 @@ class SitePrivacy(_Record):
     steps: Count
 
 
-class WithoutLabels(_Record):
+class WithoutLabels(_Record, Sparing):
     """Samples without labels at a target: the model's answers for them are among the run's predictions."""
+
+    later: ClassVar[tuple[str, ...]] = ("doubt",)
 
     samples: Count
     unlike: str | None = Field(default=None, description="how the samples are too unlike those of the sources")
@@ -277,16 +272,11 @@ class WithoutLabels(_Record):
     doubt: float = Field(default=0.0, ge=0, le=1, description="share of samples for which answers may be anything")
     at_site: bool = Field(default=False, description="whether their site keeps its predictions and its estimate")
 
-    @model_serializer(mode="wrap")
-    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written: dict[str, Any] = plain(self)
-        if not self.doubt:
-            written.pop("doubt", None)
-        return written
 
-
-class RunResult(_Record):
+class RunResult(_Record, Sparing):
     """The content of `result.json`: one finished run, that is one (method, target, seed)."""
+
+    later: ClassVar[tuple[str, ...]] = ("without_labels",)
 
     method: str = Field(description="the method's label in the experiment")
     setting: str = Field(
@@ -338,13 +328,6 @@ class RunResult(_Record):
             if item is not None:
                 ENTRIES[self.metric].check(item.accuracy)
         return self
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written: dict[str, Any] = plain(self)
-        if not self.without_labels:
-            written.pop("without_labels", None)
-        return written
 
     @property
     def is_measured(self) -> bool:

@@ -12,10 +12,11 @@ from pathlib import Path
 from statistics import median_low
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fedshift.digests import Damaged
 from fedshift.json_objects import read_object, write_object
+from fedshift.section import Section
 
 MOST_SITES = 100
 """Sites that a result names one by one."""
@@ -27,20 +28,16 @@ BySite = Mapping[str, Mapping[str, Mapping[str, int]]]
 """Site → direction → kind → bytes."""
 
 
-class Spread(BaseModel):
+class Spread(Section):
     """How many bytes of a kind crossed the borders of single sites, over all sites of a run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     least: Count
     median: Count = Field(description="of an even number of sites, the lower of the two in the middle")
     most: Count
 
 
-class SiteBytes(BaseModel):
+class SiteBytes(Section):
     """What the sites of a run sent (``up``) and received (``down``), in bytes by kind."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     number: Count = Field(description="sites that sent or received anything")
     sites: dict[str, dict[Direction, dict[str, Count]]] = Field(

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from fedshift.evaluation.records import RunResult, Selection, SiteMetric, SiteMetrics
+from fedshift.section import Section
 
 AVERAGE = "average"
 
@@ -18,7 +17,7 @@ Value = Callable[[RunResult, Selection], float | None]
 """What a table reports: a number of a finished run in the selected round; None where there is none."""
 
 
-class Row(BaseModel):
+class Row(Section):
     """One method at one target, or (target "average") the mean over its targets. Accuracies in percent.
 
     ``seeds`` holds the value of every seed, in the order of the seeds' numbers: the accuracy, or what else the table
@@ -27,8 +26,6 @@ class Row(BaseModel):
     ``majority`` the share of the target's most frequent class, for other tasks ``baseline`` what a model without
     inputs reaches; None where records do not say.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: str
     target: str

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from fedshift.data.domain import Preprocessing
 from fedshift.data.input_guard import InputShift
@@ -22,6 +22,7 @@ from fedshift.evaluation.estimate.drift import ColumnSums, answers, answers_diff
 from fedshift.experiment.estimate import estimate_of
 from fedshift.experiment.predict import ToPredict, TrainedModel, check_scores
 from fedshift.files import hold_lock, write_bytes
+from fedshift.section import Section
 
 ALARMS = 0.01
 """One month in a hundred that are all alike is called a drift."""
@@ -32,10 +33,8 @@ FEWEST = 20
 _MOST_COLUMNS = 100
 
 
-class Month(BaseModel):
+class Month(Section):
     """A line of the log. It holds sums over at least `FEWEST` samples, names of columns and no value of a sample."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     month: str  # its name in the log
     model: str  # which model it is of

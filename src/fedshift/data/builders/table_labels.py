@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import field_validator
 
 from fedshift.data.table_files import Columns, advice_on, canonical, is_missing, number_of
 from fedshift.errors import UserError, nearest
+from fedshift.section import Section
 
 CLASSES = NEGATIVE, POSITIVE = ("negative", "positive")
 """The classes that a condition makes."""
@@ -111,10 +112,8 @@ def _class_of(
     return mapping[label]
 
 
-class Labelling(BaseModel):
+class Labelling(Section):
     """How the training tables said the class of a row. Saved with a model, so that predictions keep labels."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     column: str  # the column that holds the label
     positive: str | None = None  # a condition that makes the classes negative and positive

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
-from pydantic import BaseModel, ConfigDict
 
 from fedshift.data import sizes
 from fedshift.data.images import as_channels_first
 from fedshift.data.locate import load_npz
 from fedshift.data.published.samples import Location, Part, Samples
 from fedshift.errors import UserError
+from fedshift.section import Section
 
 _LARGEST = 1 << 30
 """Bytes of a file; CIFAR's have up to 155 million."""
@@ -109,10 +109,8 @@ _SIDE = 32
 """Height and width that digits are brought to."""
 
 
-class Npz(BaseModel):
+class Npz(Section):
     """An npz file for each domain, with arrays ``train_images``, ``train_labels``, ``val_images`` and so on."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["npz"]
     files: dict[str, str]  # domain → its file
@@ -141,7 +139,7 @@ class Npz(BaseModel):
         return domains
 
 
-class Pickles(BaseModel):
+class Pickles(Section):
     """Pickled dictionaries with rows of 3 × 32 × 32 pixels, as CIFAR's authors publish them.
 
     Attributes:
@@ -149,8 +147,6 @@ class Pickles(BaseModel):
         folder: where they may be below the data set's folder.
         labels: the entry of class numbers.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["pickles"]
     files: dict[Literal["train", "test"], tuple[str, ...]]
@@ -189,10 +185,8 @@ def _batch(path: Path, labels: str) -> tuple[Values, Values]:
     return data.reshape(-1, 3, 32, 32), numbers
 
 
-class MatFile(BaseModel):
+class MatFile(Section):
     """Where a domain's arrays are: entry names, or an entry and places in its cell, as ``dataset/0/1``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     files: dict[Literal["train", "test"], tuple[str, ...]]  # part → its files; one file may hold both parts
     images: dict[Literal["train", "test"], str]  # part → the entry
@@ -201,10 +195,8 @@ class MatFile(BaseModel):
     unit: bool = False  # whether pixels are from 0 to 1
 
 
-class Mat(BaseModel):
+class Mat(Section):
     """MATLAB files with images and one-hot or plain labels; label 10 is the digit 0."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["mat"]
     domains: dict[str, MatFile]

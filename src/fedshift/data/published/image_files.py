@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fedshift.data.images import is_image, on_disk
 from fedshift.data.published.samples import Location, Part, Samples
 from fedshift.errors import UserError
+from fedshift.section import Section
 
 _DEEPEST = 5
 """Parts of a path that are looked at where a list's paths begin elsewhere."""
@@ -24,10 +25,8 @@ class _Image(NamedTuple):
     part: Part
 
 
-class Folders(BaseModel):
+class Folders(Section):
     """``folder/<domain>/<class>/<image>``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["folders"]
     path: str = "{domain}/{class}"  # of a class's folder, with ``{domain}`` and ``{class}``
@@ -65,10 +64,8 @@ class Folders(BaseModel):
         return (name, *self.also.get(name, ()))
 
 
-class Lists(BaseModel):
+class Lists(Section):
     """Text files with a line ``path label`` for each image, as ``clipart_train.txt``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["lists"]
     # part → where its list may be, with ``{domain}``; part ``all`` has no split
@@ -126,10 +123,8 @@ def _entry(listing: Path, number: int, line: str) -> tuple[str, int]:
     return name.strip(), int(label)
 
 
-class Table(BaseModel):
+class Table(Section):
     """A CSV with a row for each image, such as the ``metadata.csv`` of WILDS."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["table"]
     files: tuple[str, ...]  # where the CSV may be

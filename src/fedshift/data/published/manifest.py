@@ -7,22 +7,21 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from fedshift.data.domain import Task
 from fedshift.data.published.array_files import Mat, Npz, Pickles
 from fedshift.data.published.image_files import Folders, Lists, Table
 from fedshift.data.published.mask_files import Levels, Volumes
 from fedshift.data.published.row_files import Rows
+from fedshift.section import Section
 
 Layout = Annotated[Folders | Lists | Table | Npz | Pickles | Mat | Levels | Volumes | Rows, Field(discriminator="kind")]
 _FOLDER = Path(__file__).with_name("manifests")
 
 
-class Counts(BaseModel):
+class Counts(Section):
     """What its source says of a domain; nothing is compared where it says nothing."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     all: PositiveInt | None = None  # samples
     train: PositiveInt | None = None  # those of the official training part
@@ -38,10 +37,8 @@ class Counts(BaseModel):
         return self
 
 
-class PublishedSet(BaseModel):
+class PublishedSet(Section):
     """A published data set."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: str  # its name in words
     source: str  # who published it

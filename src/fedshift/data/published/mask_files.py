@@ -9,21 +9,19 @@ from typing import IO, Literal
 
 import numpy as np
 from PIL import Image
-from pydantic import BaseModel, ConfigDict
 
 from fedshift.data.builders.medical import slices_of
 from fedshift.data.images import ImageFile, is_image, on_disk
 from fedshift.data.published.samples import Location, Part, Samples
 from fedshift.errors import UserError
+from fedshift.section import Section
 
 _ABOVE_0 = (0.5, 1.0)
 """The window in which whatever is above 0 is white."""
 
 
-class Levels(BaseModel):
+class Levels(Section):
     """Images and, under the same names, masks whose grey levels say the structure."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["levels"]
     images: dict[str, str]  # the folder of a domain's images, with ``{part}``, by domain
@@ -79,10 +77,8 @@ def _up_to(mask: Path, level: int) -> ImageFile:
     return ImageFile(f"{file.name}, up to {level}", file.stamp, open_mask)
 
 
-class Volumes(BaseModel):
+class Volumes(Section):
     """Volumes in NIfTI, one folder for each domain, and beside each its segmentation. Slices are the samples."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["volumes"]
     folders: dict[str, str]  # domain → its folder

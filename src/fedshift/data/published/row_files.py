@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from fedshift.data.published.samples import Location, Part, Samples
 from fedshift.errors import UserError
+from fedshift.section import Section
 
 
-class Rows(BaseModel):
+class Rows(Section):
     """FLamby's files of TCGA-BRCA."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["rows"]
     table: str  # the features, the event and the time of each row

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveFloat, ValidationError
+from pydantic import Field, FiniteFloat, PositiveFloat, ValidationError
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,12 +21,11 @@ from fedshift.data.domain import Preprocessing, Task
 from fedshift.errors import UserError
 from fedshift.functional.losses import smoothed_cross_entropy, task_loss
 from fedshift.functional.survival import MeanOver, partial_likelihood
+from fedshift.section import Section
 
 
-class Objective(BaseModel, ABC):
+class Objective(Section, ABC):
     """Base of the objectives."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: Task  # what is learned
     by_sample: ClassVar[bool] = True  # whether the loss of a mini-batch is the mean of a loss of each sample

@@ -17,9 +17,9 @@ from pydantic import (
 )
 
 from fedshift.errors import nearest
-from fedshift.experiment.section import Section
 from fedshift.federation.federation import OnRefusal
 from fedshift.federation.messages import known_kinds
+from fedshift.section import Section
 
 
 def _known_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:

@@ -27,7 +27,6 @@ from fedshift.experiment.config.search_section import Search
 from fedshift.experiment.protocols.base import ProtocolSection
 from fedshift.experiment.protocols.index import PROTOCOLS, Protocol
 from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
-from fedshift.experiment.section import Section
 from fedshift.federation.local.cards import Device
 from fedshift.federation.training import Training
 from fedshift.methods import registry as method_registry
@@ -38,6 +37,7 @@ from fedshift.models import registry as model_registry
 from fedshift.models.network_options import NetworkOptions
 from fedshift.models.networks.frozen import Frozen
 from fedshift.models.own import own_network
+from fedshift.section import Section
 
 
 class Evaluation(Section):

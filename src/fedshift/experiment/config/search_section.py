@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
-from fedshift.experiment.section import Section
+from fedshift.section import Section
 
 Choosing = Literal["training_domains", "leave_one_domain_out", "oracle"]
 Range = tuple[float, float]

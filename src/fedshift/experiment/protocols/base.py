@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from fedshift.data.domain import DataSet, Domain, Rows
 from fedshift.errors import UserError
 from fedshift.evaluation.summary import AVERAGE
-from fedshift.experiment.section import Section
 from fedshift.files import names_a_folder
+from fedshift.section import Sparing
 
 if TYPE_CHECKING:  # these need torch
     from fedshift.methods.base import Method
@@ -54,8 +54,10 @@ class Split:
         return tuple(dict.fromkeys((*self.measured, *self.predicted)))
 
 
-class ProtocolSection(Section):
+class ProtocolSection(Sparing):
     """Base of the protocols: the fields that all have, and the questions that the rest of fedshift asks them."""
+
+    later: ClassVar[tuple[str, ...]] = ("sites_per_round",)
 
     question: ClassVar[str]  # what an experiment under the protocol asks, in words
     next_target: ClassVar[str] = "site"  # what the next site is one of that its answer holds for, in words
@@ -77,13 +79,6 @@ class ProtocolSection(Section):
         """How many of the ``sources`` of a run are drawn for each round; None: all take part."""
         asked = self.sites_per_round
         return asked if asked is None or isinstance(asked, int) else max(1, round(asked * sources))
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written: dict[str, Any] = plain(self)
-        if self.sites_per_round is None:  # private noise is drawn from the settings, which are those of earlier runs
-            written.pop("sites_per_round", None)
-        return written
 
     # Which runs there are.
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, PositiveFloat, PositiveInt, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from fedshift.data.domain import DataSet, Domain, Rows
 from fedshift.data.pooled_cut import PooledCut, site_domains
@@ -27,6 +27,8 @@ from fedshift.experiment.protocols.base import (
 
 class OneTarget(DeployedProtocol):
     """Base of the protocols in which each domain in turn is the target."""
+
+    later: ClassVar[tuple[str, ...]] = (*DeployedProtocol.later, "pool")
 
     extent: ClassVar[tuple[str, ...]] = ("targets", "seeds")
 
@@ -56,13 +58,6 @@ class OneTarget(DeployedProtocol):
     pool: PooledCut | None = Field(
         None, description="pool the sources' samples and deal them out to so many sites, in a simulation; none: not"
     )
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written = super()._as_before(plain)
-        if self.pool is None:  # the settings of earlier runs stay theirs
-            written.pop("pool", None)
-        return written
 
     @field_validator("targets", mode="before")
     @classmethod

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import Field, field_validator
 
 from fedshift.data.domain import DataSet, Domain, Rows, part_of
 from fedshift.data.splits import cut, part_rows
@@ -34,6 +34,8 @@ class Participants(OneTarget):
     no one trains on; they measure the model, too.
     """
 
+    later: ClassVar[tuple[str, ...]] = (*OneTarget.later, "targets")
+
     question: ClassVar[str] = (
         "Does it pay for each of you? All sites trained, and each was measured on test samples of its own."
     )
@@ -54,12 +56,6 @@ class Participants(OneTarget):
     @classmethod
     def _one_test(cls, tests: object) -> object:
         return (tests,) if isinstance(tests, str) else tests
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written = super()._as_before(plain)
-        written.pop("targets", None)
-        return written
 
     @property
     def named_targets(self) -> tuple[str, ...]:
