@@ -8,7 +8,7 @@ from typing import TypedDict
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.json_objects import read_object, write_object
 from fedshift.report.collect import collect
-from fedshift.report.shown_samples import ShownSamples
+from fedshift.report.mistakes import ShownSamples
 
 FEATURES = "features.json"
 Point = TypedDict("Point", {"class": str, "site": str, "x": float, "y": float})

@@ -31,9 +31,9 @@ from fedshift.report.check_words import check_text
 from fedshift.report.choice import Choice, choice_at
 from fedshift.report.collect import Collected, FinishedRun, collect
 from fedshift.report.estimates import estimates_of
+from fedshift.report.mistakes import ShownSamples
 from fedshift.report.page import table_html, write_page
 from fedshift.report.report import report_of, verdict_of, whole_report
-from fedshift.report.shown_samples import ShownSamples
 from fedshift.report.table_formats import markdown
 from fedshift.report.trackers import tracker
 from fedshift.trust import asks, own_words

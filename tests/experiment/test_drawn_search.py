@@ -16,11 +16,10 @@ from small import command, experiment, features, lines, save, wait_for, write
 from fedshift.evaluation.records import RunResult, SelectedRound
 from fedshift.experiment.config.experiment import Experiment, parse
 from fedshift.experiment.config.search_section import Space
-from fedshift.experiment.drawn_methods import drawn_methods
 from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.runs.experiment_loop import run_experiment
-from fedshift.experiment.search_rules import Chosen, choices, rule_rows, with_draws, without_target
+from fedshift.experiment.search_rules import Chosen, choices, drawn_methods, rule_rows, with_draws, without_target
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.report.search_page import rules_page
 

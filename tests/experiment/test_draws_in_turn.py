@@ -17,7 +17,7 @@ from small import experiment, features, save, write
 from fedshift.evaluation.records import RunResult, SelectedRound
 from fedshift.experiment.config.experiment import Experiment, load, parse
 from fedshift.experiment.config.search_section import Space
-from fedshift.experiment.draws_in_turn import Trials, drawn_in_turn, propose
+from fedshift.experiment.search_rules import Trials, drawn_in_turn, propose
 from fedshift.methods.composition.options import training_of
 
 SPACES: dict[str, Any] = {

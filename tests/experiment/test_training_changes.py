@@ -15,8 +15,8 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.methods.composition.options import training_of
 from fedshift.report.collect import collect
+from fedshift.report.details import experiment_file
 from fedshift.report.report import report_of
-from fedshift.report.rerun_file import experiment_file
 
 CHANGES: tuple[dict[str, Any], ...] = (
     {"lr": 0.2},

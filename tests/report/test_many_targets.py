@@ -12,9 +12,9 @@ from statistics import fmean
 import pytest
 
 from fedshift.report.collect import collect
-from fedshift.report.many_targets import FEW, with_worst_columns
 from fedshift.report.page import write_page
 from fedshift.report.report import report_of, whole_report
+from fedshift.report.table import MOST_COLUMNS, with_worst_columns
 from fedshift.report.table_formats import as_csv, markdown
 from fedshift.text import join_names
 
@@ -47,11 +47,11 @@ def test_the_page_has_no_column_each(folder: Path) -> None:
     page = write_page(folder, whole_report(collect(folder))).read_text(encoding="utf-8")
     grids = re.findall(r"<thead>.*?</thead>", page, re.DOTALL)
     assert grids
-    assert max(grid.count("<th") for grid in grids) < FEW
+    assert max(grid.count("<th") for grid in grids) < MOST_COLUMNS
 
 
 def test_few_targets_are_as_they_were(write_part: Callable[..., Path], tmp_path: Path) -> None:
-    for number in range(FEW):
+    for number in range(MOST_COLUMNS):
         write_part("fedavg", f"t{number:02}", 0, 50.0 + number)
     table = report_of(collect(tmp_path / "runs" / "exp")).table
     assert with_worst_columns(table) is table

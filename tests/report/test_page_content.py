@@ -26,13 +26,12 @@ from fedshift.json_objects import write_object
 from fedshift.report.advice.words import DIFFERENCES, short_kind
 from fedshift.report.collect import Collected, collect
 from fedshift.report.conditions import role_of
-from fedshift.report.details import Details, _sites
+from fedshift.report.details import Details, _sites, experiment_file
 from fedshift.report.html import render
 from fedshift.report.mistakes import predictions_of
 from fedshift.report.page import DARK, LIGHT, page
 from fedshift.report.plots import accuracy_at_targets, reliability
 from fedshift.report.report import report_of, verdict_of, whole_report
-from fedshift.report.rerun_file import experiment_file
 from fedshift.report.run_means import weights_by_layer
 from fedshift.report.sections.blocks import Figure, Grid, Text
 from fedshift.report.sections.predictions import predictions_section

@@ -16,12 +16,11 @@ from fedshift.evaluation.predictions import SitePredictions, as_parquet
 from fedshift.evaluation.site_metrics import Scored
 from fedshift.experiment.config.experiment import load, parse
 from fedshift.report.collect import collect
-from fedshift.report.mistakes import placed_of, predictions_of
+from fedshift.report.mistakes import ShownSamples, placed_of, predictions_of
 from fedshift.report.page import page
 from fedshift.report.report import whole_report
 from fedshift.report.sections.blocks import Figure
 from fedshift.report.sections.predictions import features_section, predictions_section
-from fedshift.report.shown_samples import ShownSamples
 
 DIGITS = {
     "name": "digits",

@@ -19,8 +19,16 @@ from fedshift.evaluation.records import RoundRecord
 from fedshift.evaluation.site_bytes import write_site_bytes
 from fedshift.json_objects import write_object
 from fedshift.report.sections.blocks import Listing
-from fedshift.report.watch.deployments import Deployed, SeenSite
-from fedshift.report.watch.live_page import Watched, WatchedRun, _blocks, experiments_in, server, watch_page
+from fedshift.report.watch.live_page import (
+    Deployed,
+    SeenSite,
+    Watched,
+    WatchedRun,
+    _blocks,
+    experiments_in,
+    server,
+    watch_page,
+)
 
 Write = Callable[..., Path]
 

@@ -32,9 +32,9 @@ from fedshift.experiment.runs.lines import Lines, at_work
 from fedshift.experiment.runs.stopping import heed_signals
 from fedshift.report.advice.words import two_sentences
 from fedshift.report.collect import collect
+from fedshift.report.mistakes import ShownSamples
 from fedshift.report.page import write_page
 from fedshift.report.report import report_of, whole_report
-from fedshift.report.shown_samples import ShownSamples
 from fedshift.report.table_formats import terminal
 from fedshift.report.trackers import tracker
 

@@ -16,14 +16,23 @@ from fedshift.errors import TrainingDiverged, UserError
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.check import check
 from fedshift.experiment.config.experiment import Experiment, load
-from fedshift.experiment.drawn_methods import drawn_methods
-from fedshift.experiment.draws_in_turn import Trials, drawn_in_turn, learned_by
 from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.stopping import Stop, heed_signals
 from fedshift.experiment.search import Rung, budget_of, going_on, kept_out, on_rung, rank, rungs
-from fedshift.experiment.search_rules import by_run, check_rules, choices, with_choices, with_draws, without_target
+from fedshift.experiment.search_rules import (
+    Trials,
+    by_run,
+    check_rules,
+    choices,
+    drawn_in_turn,
+    drawn_methods,
+    learned_by,
+    with_choices,
+    with_draws,
+    without_target,
+)
 from fedshift.extras import import_extra
 from fedshift.files import write_bytes
 from fedshift.methods.base import Method

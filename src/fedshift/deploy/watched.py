@@ -17,7 +17,7 @@ from fedshift.deploy.flare.roles import status
 from fedshift.digests import Damaged
 from fedshift.errors import UserError
 from fedshift.json_objects import read_object
-from fedshift.report.watch.deployments import Deployed, SeenSite
+from fedshift.report.watch.live_page import Deployed, SeenSite
 from fedshift.text import one_line
 
 _DEEPEST = 4

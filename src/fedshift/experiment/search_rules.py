@@ -1,22 +1,143 @@
-"""DomainBed's rules, which choose among draws, and what each chooses for every method, target and seed.
+"""A search with drawn settings: the draws of every method, at once or each after those before, and DomainBed's rules.
 
 Source: Gulrajani & Lopez-Paz, ICLR 2021, section 3.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from fedshift.data.domain import DataSet
-from fedshift.errors import UserError
+from fedshift.errors import UserError, nearest
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.summary import mean_and_standard_error
-from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.config.search_section import Choosing
-from fedshift.experiment.drawn_methods import Drawn
+from fedshift.experiment.config.error_messages import describe
+from fedshift.experiment.config.experiment import Experiment, check_training
+from fedshift.experiment.config.search_section import Choosing, Search, Space
+from fedshift.extras import import_extra
+from fedshift.methods.base import Method
+from fedshift.methods.composition.training_changes import TrainingChanges
+from fedshift.methods.symbols import symbols_of
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A method with drawn settings."""
+
+    of: str  # the label of the method of the file
+    number: int  # of the draw, from 0
+    values: Mapping[str, Any]  # field → its value; empty for the method as the file has it
+    method: Method  # with a label of its own
+
+
+def drawn_methods(experiment: Experiment) -> tuple[Drawn, ...]:
+    """All draws of all methods. A method without a space of its own is there once.
+
+    A draw depends on the seed, the method's label, its number and the field. So further methods, fields and draws leave
+    those alone that there are.
+
+    UserError if a space is of no field, or holds a value that the field does not take.
+    """
+    search = checked_spaces(experiment)
+    draws = [drawn for method in experiment.methods for drawn in _draws_of(search, method)]
+    check_training(experiment.model_copy(update={"methods": tuple(drawn.method for drawn in draws)}))
+    return tuple(draws)
+
+
+def checked_spaces(experiment: Experiment) -> Search:
+    """The search section, whose spaces are of methods that there are.
+
+    UserError if there is no section, or a space of another method.
+    """
+    search = _search_of(experiment)
+    labels = [method.display for method in experiment.methods]
+    for path in search.spaces:
+        first, _, rest = path.partition(".")
+        if not rest or first not in ("training", *labels):
+            hint = nearest(first, ["training", *labels])
+            raise UserError(f"search.spaces.{path}: begin with training or a method's label; {hint}")
+    return search
+
+
+def _search_of(experiment: Experiment) -> Search:
+    if experiment.search is None:
+        raise UserError("search: this section is missing from the experiment")
+    return experiment.search
+
+
+def spaces_of(search: Search, method: Method) -> dict[str, tuple[str, Space]]:
+    """A method's spaces: its field → the path in the file, and the space."""
+    spaces = {}
+    for path, space in search.spaces.items():
+        first, _, rest = path.partition(".")
+        if first in ("training", method.display):
+            field = path if first == "training" else symbols_of(type(method)).get(rest, rest)
+            spaces[field] = path, space
+    return spaces
+
+
+def _draws_of(search: Search, method: Method) -> list[Drawn]:
+    label, spaces = method.display, spaces_of(search, method)
+    draws = []
+    for number in range(search.draws if spaces else 1):
+        plain = not spaces or (number == 0 and search.defaults_first)
+        values = {
+            field: space.draw(f"{search.seed} {label} {number} {path}")
+            for field, (path, space) in spaces.items()
+            if not plain
+        }
+        draws.append(with_values(method, number, values, spaces))
+    return draws
+
+
+def with_values(
+    method: Method, number: int, values: Mapping[str, Any], spaces: Mapping[str, tuple[str, Space]]
+) -> Drawn:
+    """A draw of a method.
+
+    Args:
+        values: field → its value.
+        spaces: of `spaces_of`.
+
+    Raises:
+        UserError: a field is unknown, or does not take its value.
+    """
+    return Drawn(method.display, number, values, _with_values(method, values, number, spaces))
+
+
+def _with_values(
+    method: Method, values: Mapping[str, Any], number: int, spaces: Mapping[str, tuple[str, Space]]
+) -> Method:
+    options = method.model_dump(mode="json")
+    for field, value in values.items():
+        _check_field(field, spaces[field][0], type(method))
+        first, _, rest = field.partition(".")
+        if rest:
+            inner = options.get(first)
+            options[first] = {**(inner if isinstance(inner, Mapping) else {}), rest: value}
+        else:
+            options[first] = value
+    try:
+        return type(method).model_validate({**options, "label": f"{method.display}-draw{number}"})
+    except ValidationError as error:
+        raise UserError(f"search.spaces: {describe(error, method.display, type(method))}") from None
+
+
+def _check_field(field: str, path: str, kind: type[BaseModel]) -> None:
+    first, _, rest = field.partition(".")
+    known = TrainingChanges.model_fields if first == "training" and rest else kind.model_fields
+    name = rest if first == "training" and rest else first
+    if name not in known:
+        raise UserError(f"search.spaces.{path}: there is no field '{name}'; {nearest(name, known)}")
+
 
 RULES: Mapping[Choosing, str] = {
     "training_domains": "training-domain validation: the draw and round with the best mean on the sources' held-out "
@@ -224,3 +345,117 @@ def rule_rows(chosen: Sequence[Chosen], targets: Sequence[str]) -> list[RuleRow]
             )
         )
     return rows
+
+
+Train = Callable[[Experiment], Sequence[RunResult]]
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What was tried for a target."""
+
+    draws: tuple[Drawn, ...]  # of all methods
+    runs: Results  # of `with_draws`
+    inner: Results  # of `without_target`; empty where no rule needs it
+
+
+def learned_by(search: Search) -> Choosing:
+    """The rule that the sampler learns from: the first that reads nothing of the target.
+
+    UserError if there is only the oracle.
+    """
+    rule = next((rule for rule in search.rules if rule != "oracle"), None)
+    if rule is None:
+        raise UserError("search.rules: optuna learns from training_domains or leave_one_domain_out; add one of them")
+    return rule
+
+
+def drawn_in_turn(experiment: Experiment, out: Sequence[str], target: str, train: Train) -> Trials:
+    """Draw, train and draw again.
+
+    ``train``: runs what is not finished of an experiment; the results of all its runs. UserError if Optuna is not
+    installed, a space does not fit, or as ``train``.
+    """
+    search = checked_spaces(experiment)
+    rule = learned_by(search)
+    tried = Trials((), {}, {})
+    for number in range(search.draws):
+        spaces = [(method, spaces_of(search, method)) for method in experiment.methods]
+        methods = [(method, held) for method, held in spaces if held or number == 0]
+        batch = [_draw(search, method, held, number, tried, rule, target) for method, held in methods]
+        check_training(experiment.model_copy(update={"methods": tuple(drawn.method for drawn in batch)}))
+        runs = {**tried.runs, **by_run(train(with_draws(experiment, batch, out, target)))}
+        inner = dict(tried.inner)
+        if "leave_one_domain_out" in search.rules:
+            inner |= by_run(train(without_target(experiment, batch, out, target)))
+        tried = Trials((*tried.draws, *batch), runs, inner)
+    return tried
+
+
+def _draw(
+    search: Search,
+    method: Method,
+    spaces: Mapping[str, tuple[str, Space]],
+    number: int,
+    tried: Trials,
+    rule: Choosing,
+    target: str,
+) -> Drawn:
+    if not spaces or (number == 0 and search.defaults_first):
+        return with_values(method, number, {}, spaces)
+    earlier = [
+        (drawn.values, value_of(rule, drawn, tried.runs, tried.inner, target))
+        for drawn in tried.draws
+        if drawn.of == method.display and drawn.values
+    ]
+    less_is_better = any(result.less_is_better for result in tried.runs.values())
+    purpose = f"{search.seed} {method.display} {target} {number}"
+    kinds = {field: space for field, (_, space) in spaces.items()}
+    return with_values(method, number, propose(kinds, earlier, purpose, less_is_better), spaces)
+
+
+def propose(
+    spaces: Mapping[str, Space],
+    earlier: Sequence[tuple[Mapping[str, Any], float | None]],
+    purpose: str,
+    less_is_better: bool,
+) -> dict[str, Any]:
+    """The values that TPE proposes after the earlier ones; the same arguments give the same.
+
+    Args:
+        spaces: field → its space.
+        earlier: values by field and what they were worth; None: training diverged.
+
+    Raises:
+        UserError: Optuna is not installed.
+    """
+    optuna = import_extra("optuna", extra="search", what="search.sampler: optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    seed = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4], "big")
+    sampler = optuna.samplers.TPESampler(seed=seed)
+    study = optuna.create_study(sampler=sampler, direction="minimize" if less_is_better else "maximize")
+    distributions = {field: _distribution(space, optuna.distributions) for field, space in spaces.items()}
+    for values, worth in earlier:
+        params = {field: _inside(spaces[field], value) for field, value in values.items()}
+        state = optuna.trial.TrialState.PRUNED if worth is None else optuna.trial.TrialState.COMPLETE
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=worth, state=state))
+    chosen = study.ask(fixed_distributions=distributions).params
+    return {
+        field: chosen[field] if space.choices is None else space.choices[chosen[field]]
+        for field, space in spaces.items()
+    }
+
+
+def _distribution(space: Space, kinds: Any) -> Any:
+    """Optuna's form of a space. A choice is its number, since Optuna takes no lists and mappings."""
+    if space.choices is not None:
+        return kinds.CategoricalDistribution(range(len(space.choices)))
+    if (whole := space.integer or space.log_integer) is not None:
+        return kinds.IntDistribution(math.ceil(whole[0]), math.floor(whole[1]), log=space.log_integer is not None)
+    pair = space.uniform or space.log_uniform
+    assert pair is not None
+    return kinds.FloatDistribution(*pair, log=space.log_uniform is not None)
+
+
+def _inside(space: Space, value: Any) -> Any:
+    return value if space.choices is None else space.choices.index(value)

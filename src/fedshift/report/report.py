@@ -12,9 +12,8 @@ from fedshift.report.collect import Collected
 from fedshift.report.conditions import Conditions, Role, conditions
 from fedshift.report.details import Details, details_of, warnings_with_places
 from fedshift.report.estimates import Unmeasured, estimates_of, unmeasured_of
-from fedshift.report.many_targets import with_worst_columns
-from fedshift.report.shown_samples import ShownSamples
-from fedshift.report.table import Table, table_of
+from fedshift.report.mistakes import ShownSamples
+from fedshift.report.table import Table, table_of, with_worst_columns
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from fedshift.report import plots
 from fedshift.report.measures import MISSING
-from fedshift.report.mistakes import Mistake, Predictions
+from fedshift.report.mistakes import Mistake, Placed, Predictions
 from fedshift.report.sections.blocks import (
     Block,
     Cells,
@@ -20,7 +20,6 @@ from fedshift.report.sections.blocks import (
     number,
     section,
 )
-from fedshift.report.shown_samples import Placed
 
 _TITLE = "Which mistakes are made"
 
