@@ -53,12 +53,19 @@ Both = tuple[Apart, Apart]
 
 @dataclass(frozen=True)
 class Target:
-    """What is known of a target, and what the alarm reads; the last two signs by sums of inputs."""
+    """What is known of a target, and what the alarm reads; the last two signs by sums of inputs.
+
+    Attributes:
+        below: points by which its accuracy is below the other sites' mean.
+    """
 
     data: str
+    site: str
+    kind: str
     harmed: bool
     signs: Numbers
     chance: float
+    below: float
 
     @classmethod
     def of(cls, one: Mapping[str, Any], apart: Both, left_out: Sequence[Both]) -> Target | None:
@@ -70,7 +77,9 @@ class Target:
         by_scores = ((one["usual"] - one["estimate"]) / LOSS, one["unexplained"] / ODD, one["far"] / DISTANT)
         signs = harm_signs([item[0] for item in left_out], apart[0], by_scores)
         of_sums = beyond(apart[1], [item[1] for item in left_out])
-        return cls(one["data"], loss >= HARM, np.array([*signs, *of_sums]), chance_of_harm(one))
+        below = one["usual"] - one["truth"]
+        named = one["data"], one["site"], one["kind"]
+        return cls(*named, loss >= HARM, np.array([*signs, *of_sums]), chance_of_harm(one), below)
 
 
 Sums = Callable[[Sequence[Target], Sequence[Target]], Numbers]
@@ -156,21 +165,28 @@ def by_set(known: Sequence[Target]) -> dict[str, list[Target]]:
     return {name: [one for one in known if one.data == name] for name in dict.fromkeys(one.data for one in known)}
 
 
-def judged(known: Sequence[Target], sums_of: Sums, *, alone: bool = True) -> dict[str, float]:
+def judged(known: Sequence[Target], sums_of: Sums, *, by_site: bool = False, alike: bool = False) -> dict[str, float]:
     """What is noticed where five of a hundred unharmed targets of all data sets are false alarms.
 
     Args:
         known: all targets.
         sums_of: what exceeds a limit where it warns.
-        alone: whether no data set teaches of itself.
+        by_site: whether a target is judged by what all other sites teach, those of its own data set among them; if not,
+            no data set teaches of itself.
+        alike: whether only such targets count for unharmed that are within ten points of the other sites.
     """
+    parts = [(one.data, one.site) if by_site else one.data for one in known]
     sums, harmed = np.zeros(len(known)), np.array([one.harmed for one in known])
-    for name in by_set(known):
-        here = np.array([one.data == name for one in known])
-        teach = [one for one in known if one.data != name or not alone]
-        sums[here] = sums_of(teach, [one for one in known if one.data == name])
-    limit = np.quantile(sums[~harmed], 1 - FALSE_ALARMS, method="higher")
-    return {"noticed": 100 * float((sums[harmed] > limit).mean()), "false": 100 * float((sums[~harmed] > limit).mean())}
+    for part in dict.fromkeys(parts):
+        here = np.array([other == part for other in parts])
+        teach = [one for one, judged_now in zip(known, here, strict=True) if not judged_now]
+        sums[here] = sums_of(teach, [one for one, judged_now in zip(known, here, strict=True) if judged_now])
+    unharmed = ~harmed & (np.array([one.below < HARM for one in known]) if alike else True)
+    limit = np.quantile(sums[unharmed], 1 - FALSE_ALARMS, method="higher")
+    return {
+        "noticed": 100 * float((sums[harmed] > limit).mean()),
+        "false": 100 * float((sums[unharmed] > limit).mean()),
+    }
 
 
 def linear(signs: Sequence[int]) -> Sums:
@@ -183,14 +199,36 @@ def linear(signs: Sequence[int]) -> Sums:
     return sums_of
 
 
+def warnings(known: Sequence[Target], signs: Sequence[int]) -> list[bool]:
+    """Of which targets it is warned beyond the limit that the other data sets teach."""
+    result: list[bool] = []
+    for name, some in by_set(known).items():
+        result += (linear(signs)([one for one in known if one.data != name], some) > 0).tolist()
+    return result
+
+
 def at_learned(known: Sequence[Target], signs: Sequence[int]) -> dict[str, float]:
     """What is noticed beyond the limit that the other data sets teach."""
-    result: dict[bool, list[float]] = {True: [], False: []}
-    for name, some in by_set(known).items():
-        sums = linear(signs)([one for one in known if one.data != name], some)
-        for one, number in zip(some, sums, strict=True):
-            result[one.harmed].append(100 * float(number > 0))
-    return {"noticed": float(np.mean(result[True])), "false": float(np.mean(result[False]))}
+    pairs = list(zip(in_order(known), warnings(known, signs), strict=True))
+    return {
+        "noticed": 100 * float(np.mean([warned for one, warned in pairs if one.harmed])),
+        "false": 100 * float(np.mean([warned for one, warned in pairs if not one.harmed])),
+    }
+
+
+def in_order(known: Sequence[Target]) -> list[Target]:
+    """Targets in the order of `warnings`."""
+    return [one for some in by_set(known).values() for one in some]
+
+
+def where(known: Sequence[Target]) -> dict[str, dict[str, int]]:
+    """How many targets of which kind there are, and of how many it is warned."""
+    groups: dict[str, list[bool]] = {}
+    for one, warned in zip(in_order(known), warnings(known, PRESENT), strict=True):
+        level = "ten points below the others" if one.below >= HARM else "within ten points of the others"
+        for name in (one.kind, level):
+            groups.setdefault(f"{'harmed' if one.harmed else 'unharmed'}, {name}", []).append(warned)
+    return {name: {"targets": len(some), "warnings": sum(some)} for name, some in sorted(groups.items())}
 
 
 def plain_sum(*signs: int) -> Sums:
@@ -214,8 +252,10 @@ def main() -> None:
         "scores": judged(known, plain_sum(3, 4, 5)),
         "probability of harm": judged(known, lambda teach, some: np.array([one.chance for one in some])),
         "boosting": judged(known, boosted),
-        "the warning, judged set known": judged(known, linear(PRESENT), alone=False),
-        "boosting, judged set known": judged(known, boosted, alone=False),
+        "the warning, its other sites known": judged(known, linear(PRESENT), by_site=True),
+        "boosting, its other sites known": judged(known, boosted, by_site=True),
+        "the warning, unharmed within ten points of the others": judged(known, linear(PRESENT), alike=True),
+        "accuracy known": judged(known, lambda teach, some: np.array([one.below for one in some])),
     }
     weights, alarm = learned(known, PRESENT)
     sum_weights, sum_alarm = learned(known, OF_SUMS)
@@ -230,11 +270,14 @@ def main() -> None:
             "before": at_learned(known, OLD),
         },
         "at five": table,
+        "where": where(known),
         "weights": weights.tolist(),
         "alarm": alarm,
         "sum weights": sum_weights.tolist(),
         "sum alarm": sum_alarm,
-        "targets": [{"data": one.data, "harmed": one.harmed, "signs": one.signs.tolist()} for one in known],
+        "targets": [
+            {"data": one.data, "harmed": one.harmed, "below": one.below, "signs": one.signs.tolist()} for one in known
+        ],
     }
     (RESULTS / "alarm.json").write_text(json.dumps(round_numbers(result), indent=1) + "\n", encoding="utf-8")
     for name, numbers in [*table.items(), *result["learned sum"].items()]:
