@@ -23,6 +23,7 @@ from fedshift.data.table_files import Columns, from_columns
 from fedshift.data.tables import encode_rows, encoding_of, rows_of
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.estimate.combination import NOT_LOOKED_AT, Estimate, KnownSite, estimate_from_sums
+from fedshift.evaluation.estimate.doubtful_rows import share_of_copies
 from fedshift.evaluation.estimate.plain_sums import GivenSite, known_sites
 from fedshift.extras import import_extra
 from fedshift.files import write_bytes
@@ -140,7 +141,13 @@ class OnnxModel:
             raise UserError(f"estimate is for models that tell classes apart, and this one is for {self.task}")
         _, inputs, shift = self._read(rows)
         outputs = estimate_from_sums(
-            self.left_out, self._scores(inputs), shift.refusal, shift.warning, self.threshold, shift.doubt
+            self.left_out,
+            self._scores(inputs),
+            shift.refusal,
+            shift.warning,
+            self.threshold,
+            shift.doubt,
+            copied=share_of_copies(inputs),
         )
         return replace(outputs, reasons=(*outputs.reasons, NOT_LOOKED_AT)) if self.left_out else outputs
 

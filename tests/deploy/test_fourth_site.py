@@ -41,6 +41,11 @@ def received(folder: Path) -> dict[str, Any]:
     return estimate
 
 
+def messages(folder: Path) -> list[str]:
+    """What the coordinator warned of."""
+    return [event.get("message", "") for event in events(folder)]
+
+
 def files(folder: Path, classes: int = 3, few: int = 0, shift: float = 0.0) -> dict[str, str]:
     """``few``: how many samples of the fourth site have a label; ``shift``: of its inputs, with as much noise."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -330,20 +335,44 @@ def test_sums_of_a_tables_inputs_are_in_the_encoding_of_each_run(months: bool, t
     assert there["harmful"] is here.harmful
 
 
-def test_where_a_site_keeps_sums_of_its_inputs_scores_alone_are_read_and_the_estimate_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [["south"], ["south", "east"]])
+def test_sums_of_inputs_are_those_of_the_sites_that_tell_them(keep: list[str], tmp_path: Path) -> None:
+    """Of two or more: else scores alone are read, and the estimate says so."""
     held = files(tmp_path / "data")
     at = places(tmp_path, held, send=[*SEND, "moments"])
-    strict = yaml.safe_load(at["south"].read_text())
-    strict["policy"]["send"] = SEND
-    at["south"].write_text(yaml.safe_dump(strict))
+    for site in keep:
+        strict = yaml.safe_load(at[site].read_text())
+        strict["policy"]["send"] = SEND
+        at[site].write_text(yaml.safe_dump(strict))
     transport = Loopback(at)
     options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
     deploy(tmp_path, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport)
+    there, enough = received(tmp_path), len(keep) == 1
+    assert there["looked_at"] is enough
+    how = "none come from 'south'" if enough else "rests on scores alone"
+    assert any(how in reason for reason in there["reasons"])
+    rest = "the moments of other sites" if enough else "scores alone"
+    assert any("'south' sends no moments" in text and rest in text for text in messages(tmp_path))
+    asked = LABELLED.keys() - set(keep) if enough else set()
+    assert {site for site, do in transport.asked if do == "inputs"} == asked
+
+
+def test_copies_count_once_where_only_sums_are_known(tmp_path: Path) -> None:
+    """As in a simulation: ten rows that stand there seven times each are ten rows."""
+    held = files(tmp_path / "data")
+    x = np.tile(np.load(held["va"])["x"][:10], (7, 1))
+    np.savez(held["va"], x=x)
+    options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    at = places(tmp_path, held, send=[*SEND, "moments"])
+    deploy(tmp_path, options, sites={**LABELLED, "va": 70}, unseen={}, transport=Loopback(at))
     there = received(tmp_path)
-    assert there["looked_at"] is False
-    assert any("rests on scores alone" in reason for reason in there["reasons"])
-    assert any("'south' sends no moments" in event.get("message", "") for event in events(tmp_path))
-    assert ("south", "inputs") not in transport.asked
+    assert any("70 count as 10 different ones" in reason for reason in there["reasons"])
+    data = {"name": "arrays", "sites": held, "classes": [*"012"], "site_labels": {"va": "none"}}
+    simulated = fedshift.run({**options, "data": data, "engine": {"threads": 1}}, tmp_path / "simulated")
+    here = simulated.estimate(x, target="va")
+    for name in ("estimate", "low", "high"):
+        value = getattr(here, name)
+        assert there[name] == (value if value is None else pytest.approx(value, abs=1e-3))
 
 
 @pytest.mark.threat("site_without_labels")
@@ -384,13 +413,13 @@ def test_sums_of_inputs_are_of_the_sites_own_samples(preprocessing: dict[str, An
     np.testing.assert_allclose(answer["inputs"]["squares"][:4], np.square(x[:, :4].astype(np.float64)).sum(axis=0))
 
 
-def test_false_sums_of_inputs_end_in_scores_alone(tmp_path: Path) -> None:
-    """A site that lies about how many values there are, and one whose sums no model can read."""
+@pytest.mark.parametrize("longer", [0, 1])
+def test_false_sums_of_inputs_leave_an_estimate(longer: int, tmp_path: Path) -> None:
+    """Of a site that lies about how many values there are, or how large they are."""
 
     def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
         answer_header, content, _ = unseal(answer)
         if site == "north" and header["do"] == "inputs":
-            longer = len(transport.asked) % 2
             false = {"samples": 9, "total": [1e29] * (5 + longer), "squares": [1e59] * (5 + longer)}
             return seal({**answer_header, "inputs": false}, body_of(content))
         return answer
@@ -400,7 +429,8 @@ def test_false_sums_of_inputs_end_in_scores_alone(tmp_path: Path) -> None:
     deploy(tmp_path, options, sites={**LABELLED, "va": 70}, unseen={}, transport=transport)
     there = received(tmp_path)
     assert there["sites"] == 3
-    assert there["looked_at"] is False
+    assert there["looked_at"] is (not longer)
+    assert there["estimate"] is None or 0 <= there["low"] <= there["estimate"] <= there["high"] <= 100
 
 
 def test_few_labels_of_a_table_train(tmp_path: Path) -> None:

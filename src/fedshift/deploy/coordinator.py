@@ -380,8 +380,7 @@ class _AtSites:
         self._federation, self._classes = federation, len(data.classes)
         self._predicted = [*split.predicted]
         self._sums, self._estimates, self._planned = asks_sums(plan, planned), estimates, planned
-        looks = len(self._targets) == 1 and self._targets[0] in plan.agreed.cards
-        self._looks = looks and plan.agreed.cards[self._targets[0]].gives_moments
+        self._looks = len(self._targets) == 1 and estimates.tells_inputs(self._targets[0])
         self._kept = {"kept": True} if plan.experiment.engine.sums_only else {}
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
@@ -400,7 +399,7 @@ class _AtSites:
         trained, folder, run = self._planned.split.train, self._estimates.folder, self._federation.run
         if self._sums and self._looks and (inputs := self._estimates.summed_inputs(self._planned, trained)) is not None:
             asked["inputs"] = inputs
-            for site in trained:
+            for site in filter(self._estimates.tells_inputs, trained):
                 self._federation.ledger.record(0, "inputs", site, "up", {"inputs": inputs_bytes(inputs)})
         result |= self._ask(weights, self._targets, part="target", **asked)
         if self._sums:

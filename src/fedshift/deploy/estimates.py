@@ -2,13 +2,14 @@
 
 Where a labelled site is the target of a run, it sends sums of what that run's model says of its samples. When all runs
 are over, each such site reads its scores with the sums of the others, once, and each site without labels is told both
-of all of them. It then estimates by itself. With ``engine.aggregation: secure`` the coordinator gets three masked sums
-over the left-out sites and no site's part of them (`fedshift.evaluation.estimate.pooled`); masks, codes and shares are
-those of sums of models.
+of all of them. It then estimates by itself. With ``engine.aggregation: secure`` the coordinator gets up to five masked
+sums over the left-out sites and no site's part of them (`fedshift.evaluation.estimate.pooled`); masks, codes and shares
+are those of sums of models.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add
@@ -37,18 +38,22 @@ from fedshift.deploy.remote.requests import (
 )
 from fedshift.deploy.remote.transport import Done, Lost, Transport, ask_sites
 from fedshift.errors import FedshiftError
+from fedshift.evaluation.estimate.combination import FEWEST_SITES
 from fedshift.evaluation.estimate.plain_sums import (
+    GivenDistances,
     GivenInputs,
     GivenPooled,
     GivenSite,
     GivenSums,
     check_classes,
+    given_distances,
+    given_inputs,
     given_pooled,
     given_whole,
     plain_inputs,
     plain_sums,
 )
-from fedshift.evaluation.estimate.pooled import FEWEST, Pooled, first_length, whole_of
+from fedshift.evaluation.estimate.pooled import FEWEST, Distances, Pooled, first_length, moments_of, whole_of
 from fedshift.evaluation.estimate.sums import Numbers
 from fedshift.evaluation.estimate.two_classes import MEASURES
 from fedshift.experiment.plan import PlannedRun, Run
@@ -66,6 +71,10 @@ _TENSORS = 3
 """Tensors of a masked part."""
 
 
+_Summed = tuple[GivenPooled | None, GivenInputs | None]
+"""Masked sums of scores, and of inputs."""
+
+
 class Estimates:
     """Asks the sites of an experiment for all that estimates need.
 
@@ -78,7 +87,7 @@ class Estimates:
     def __init__(self, plan: DeployedPlan, transport: Transport, folder: Path, deadline: float, log: EventLog) -> None:
         self.folder, self.transport, self.log = folder, transport, log
         self._plan, self._deadline, self._classes = plan, deadline, len(plan.data.classes)
-        self._pooled: dict[str, GivenPooled | None] = {}
+        self._pooled: dict[str, _Summed] = {}
         self._masking: dict[str, Sequence[str]] = {}
         """By the name of sums the sites that have keys of them."""
 
@@ -112,15 +121,18 @@ class Estimates:
         known = {} if secure else self._known_sites(planned.run)
         if len(known) > _MOST_LOOKED:
             known = {site: given.model_copy(update={"looked": None}) for site, given in known.items()}
-        looked = bool(known) and all(given.looked is not None for given in known.values())
+        looked = [of_site for of_site, given in known.items() if given.looked is not None]
+        pooled, inputs = self._pooled_for(planned.run) if secure else (None, None)
+        if len(looked) >= FEWEST_SITES:
+            inputs = self.summed_inputs(planned, looked)
         chosen = read_stored(Threshold, threshold_file(self.folder, name), _REMEDY, older=True)
         request = EstimateRequest(
             run=name,
             known=known,
             preprocessing=sources_encoding(self._plan.agreed, site),
             threshold=None if chosen is None else chosen.threshold,
-            pooled=(pooled := self._pooled_for(planned.run) if secure else None),
-            inputs=self.summed_inputs(planned, known) if looked else None,
+            pooled=pooled,
+            inputs=inputs,
         )
         answer = ask_sites(self.transport, {site: request}, self._deadline, Done)[site]
         lost, sites = isinstance(answer, Lost), len(known) if pooled is None else pooled.whole.sites
@@ -153,51 +165,59 @@ class Estimates:
     def _warn_no_case(self, site: str, run: str, answer: Lost) -> None:
         self.log.warn(f"site '{site}' is no case of the estimates of {run}: {answer.reason}")
 
+    def tells_inputs(self, site: str) -> bool:
+        """Whether sums of a site's inputs may leave it."""
+        cards = self._plan.agreed.cards
+        return site in cards and cards[site].gives_moments
+
     def summed_inputs(self, planned: PlannedRun, sites: Iterable[str]) -> GivenInputs | None:
-        """Sums of the inputs of some sites, in the encoding of a run.
+        """Sums of the inputs of those sites that tell them, in the encoding of a run.
 
         Returns:
-            None where some site keeps them, has samples of which there are none, or does not answer; and with
-            ``engine.aggregation: secure``, since no site sends its own alone then.
+            None where none of them does; where they do not fit each other; and with ``engine.aggregation: secure``,
+            since no site sends its own alone then.
         """
-        cards, name = self._plan.agreed.cards, self._name(planned.run)
-        asked = [site for site in sites if site in cards]
-        secure = self._plan.experiment.engine.sums_only
-        if not asked or secure or not all(cards[site].gives_moments for site in asked):
+        name, asked = self._name(planned.run), [*filter(self.tells_inputs, sites)]
+        if not asked or self._plan.experiment.engine.sums_only:
             return None
         request = InputsRequest(run=name, preprocessing=planned.data.preprocessing)
         moments, none = [], f"estimates of {name} read no sums of inputs"
         answers = ask_sites(self.transport, dict.fromkeys(asked, request), self._deadline, InputsAnswer)
         for site, answer in answers.items():
             if isinstance(answer, Lost):
-                self.log.warn(f"{none}, since site '{site}' gives none: {answer.reason}")
-                return None
-            moments.append(answer.answer.inputs.moments)
+                self.log.warn(f"{none} of site '{site}', which gives none: {answer.reason}")
+            else:
+                moments.append(answer.answer.inputs.moments)
         if len({len(item.total) for item in moments}) > 1:
             self.log.warn(f"{none}: those of the sites are of different samples")
             return None
-        self.log.event({"what": "estimate", "is": "inputs", "run": name, "sites": len(asked)})
+        if not moments:
+            return None
+        self.log.event({"what": "estimate", "is": "inputs", "run": name, "sites": len(moments)})
         return GivenInputs.model_validate(plain_inputs(reduce(add, moments)))
 
     # Masked sums over left-out sites ----------------------------------------------------------------------------------
 
-    def _pooled_for(self, run: Run) -> GivenPooled | None:
+    def _pooled_for(self, run: Run) -> _Summed:
         """What a site without labels is told of the sites that were left out of runs beside its own.
 
-        None if there are too few sites, or a sum could not be made, of which the log is told.
+        Returns:
+            the sums of scores and of inputs; None if there are too few sites, or a sum could not be made, of which the
+            log is told.
         """
         name = f"{self._plan.experiment.name}-{run.method.display}-seed-{run.seed}-sums"
         if name not in self._pooled:
             left_out = (item.run for item in self._beside(run) if asks_sums(self._plan, item))
             try:
-                self._pooled[name] = self._pool(name, {item.target: self._name(item) for item in left_out})
+                scores = {item.target: self._name(item) for item in left_out}
+                self._pooled[name] = self._pool(name, scores, run.target)
             except FedshiftError as error:
                 self.log.warn(f"there are no sums over left-out sites of {name}: {error}")
-                self._pooled[name] = None
+                self._pooled[name] = None, None
         return self._pooled[name]
 
-    def _pool(self, name: str, scores: Mapping[str, str]) -> GivenPooled:
-        """The three sums; ``scores``: by left-out site the run of which it keeps scores."""
+    def _pool(self, name: str, scores: Mapping[str, str], target: str) -> _Summed:
+        """The sums for a target; ``scores``: by left-out site the run of which it keeps scores."""
         if len(scores) < FEWEST:
             raise FedshiftError(f"{len(scores)} sites send confidences, and a sum is of {FEWEST} or more")
         cards = self._keys(name, list(scores))
@@ -209,7 +229,34 @@ class Estimates:
         told, cards = min(1.0, max(0.0, unexplained)), {site: cards[site] for site in sites}
         total, _ = self._sum(name, 3, scores, cards, 1 + len(MEASURES), whole=whole, unexplained=told)
         self.log.event({"what": "estimate", "is": "summed", "run": name, "sites": len(sites)})
-        return given_pooled(Pooled(first, unexplained, far, float(total[0]), total[1:]))
+        pooled = given_pooled(Pooled(first, unexplained, far, float(total[0]), total[1:]))
+        some = {site: card for site, card in cards.items() if self.tells_inputs(site)}
+        if len(some) < FEWEST:
+            return pooled, None
+        try:
+            distances, inputs = self._sum_inputs(name, scores, some, target)
+        except FedshiftError as error:
+            self.log.warn(f"there are no sums of inputs of {name}: {error}")
+            return pooled, None
+        return pooled.model_copy(update={"distances": distances}), inputs
+
+    def _sum_inputs(
+        self, name: str, scores: Mapping[str, str], cards: Mapping[str, KeyCard], target: str
+    ) -> tuple[GivenDistances, GivenInputs]:
+        """How far each site's inputs are from those of the others, and the sums of inputs.
+
+        Raises:
+            FedshiftError: too few sites gave some, or masks did not cancel.
+        """
+        encoding = sources_encoding(self._plan.agreed, target)
+        values = math.prod(encoding.shape or self._plan.data.input_shape)
+        total, sites = self._sum(name, 4, scores, cards, 1 + 2 * values, preprocessing=encoding)
+        inputs, cards = given_inputs(moments_of(total)), {site: cards[site] for site in sites}
+        if len(sites) >= FEWEST:
+            total, sites = self._sum(name, 5, scores, cards, 4, preprocessing=encoding, inputs=inputs)
+        if len(sites) < FEWEST:
+            raise FedshiftError(f"{len(sites)} sites gave some, and a sum is of {FEWEST} or more")
+        return given_distances(Distances.of(total, len(sites))), inputs
 
     def _keys(self, name: str, sites: Sequence[str]) -> dict[str, KeyCard]:
         self._masking[name] = sites

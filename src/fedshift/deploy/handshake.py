@@ -21,6 +21,7 @@ from fedshift.deploy.remote.transport import Heard, Lost, Transport, ask_sites
 from fedshift.deploy.site_cards import Card, GivenPrivacy, HelloAnswer, cards_of, check_rows
 from fedshift.deploy.spent_before import SPENT, noted_spending
 from fedshift.errors import UserError
+from fedshift.evaluation.estimate.combination import FEWEST_SITES
 from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name
 from fedshift.experiment.environment import versions
@@ -279,6 +280,8 @@ def _warnings_of(experiment: Experiment, cards: Mapping[str, Card]) -> tuple[str
             if card.secure == "required"
         )
     lacking = [site for site, card in cards.items() if card.unlabelled]
+    tell = sum(card.gives_moments for card in cards.values() if not card.unlabelled)
+    rest = "the moments of other sites" if tell >= FEWEST_SITES else "scores alone"
     for site, card in cards.items() if lacking else ():
         if not card.unlabelled and not card.gives_confidences:
             rule = "policy.send" if card.privacy is None else "privacy.epsilon"
@@ -290,7 +293,7 @@ def _warnings_of(experiment: Experiment, cards: Mapping[str, Card]) -> tuple[str
             rule = "policy.send" if card.privacy is None else "privacy.epsilon"
             warnings += (
                 f"site '{site}' sends no moments (rule {rule}): what to expect at '{lacking[0]}', which has no labels, "
-                "rests on scores alone",
+                f"rests on {rest}",
             )
     return warnings
 

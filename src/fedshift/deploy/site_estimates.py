@@ -22,7 +22,7 @@ from fedshift.deploy.remote.requests import SCORES, Asked, EstimateRequest, Read
 from fedshift.deploy.remote.transport import Done, answer_of
 from fedshift.deploy.remote.wire import Message
 from fedshift.deploy.site_file import Holding, SiteConfig
-from fedshift.deploy.site_inputs import BY_SUMS, compare_inputs
+from fedshift.deploy.site_inputs import BY_SUMS, WARNED_BY_SUMS, compare_inputs, copied_here, distance_here
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError
 from fedshift.evaluation.estimate.combination import (
     LEVEL,
@@ -32,6 +32,7 @@ from fedshift.evaluation.estimate.combination import (
     looks,
     read,
 )
+from fedshift.evaluation.estimate.doubtful_rows import share_of_copies
 from fedshift.evaluation.estimate.plain_sums import (
     MOST_CLASSES,
     GivenLooks,
@@ -157,7 +158,8 @@ class SiteEstimates:
             cases = list(looks(others.sums, case.left_out, asked.request.number % 2**32))
             looked = GivenLooks.model_validate(plain_looks(cases, apart))
             asked.entry["sent"]["looked"] = {"kind": CONFIDENCES}
-        return answer_of(asked.key, ReadingAnswer(reading=reading, looked=looked))
+        copied = 0.0 if self.noisy else share_of_copies(case.scores)  # noisy scores are those of bands, so often equal
+        return answer_of(asked.key, ReadingAnswer(reading=reading, looked=looked, copied=copied))
 
     def forget(self, run: str) -> None:
         """Remove the scores of a run."""
@@ -195,15 +197,20 @@ class SiteEstimates:
             "unusual": shift.warning,
             "threshold": threshold,
             "odd_rows": shift.doubt,
+            "copied": copied_here(holding, answers[0].rows),
         }
         scores = answers[0].known.scores
         if pooled is None:
             known_here |= compare_inputs(self._received / run / MODEL, asked.request.inputs, holding, answers[0].rows)
             estimate = estimate_from_sums(known, scores, **known_here)
         else:
+            how_far = asked.request.preprocessing, asked.request.inputs
+            known_here |= {"apart": distance_here(holding, answers[0].rows, *how_far)}
             estimate = estimate_from_pooled(pooled.pooled, scores, **known_here)
         if estimate.sites:
-            how = BY_SUMS if estimate.looked_at else _why_scores_alone(asked.request)
+            how = _by_sums(asked.request) if estimate.looked_at else _why_scores_alone(asked.request)
+            if known_here.get("apart") is not None and not estimate.looked_at:
+                how = f"{how}; {WARNED_BY_SUMS}"
             estimate = replace(estimate, reasons=(*estimate.reasons, how))
         write_bytes(
             self._received / run / ESTIMATE, f"{json_text(estimate.plain(), indent=2)}\n".encode(), private=True
@@ -234,12 +241,23 @@ def in_words(estimate: Estimate) -> str:
     return f"accuracy here, estimated: {estimate.estimate:.1f} % ({ends}){warning}"
 
 
+def _by_sums(request: EstimateRequest) -> str:
+    """Whose sums of inputs an estimate reads, in words."""
+    without = _without_sums(request)
+    return f"{BY_SUMS}; none come from {without}" if without else BY_SUMS
+
+
 def _why_scores_alone(request: EstimateRequest) -> str:
     """Why an estimate reads scores alone, in words."""
-    without_sums = [f"'{name}'"[:100] for name, site in request.known.items() if site.looked is None]
-    if not without_sums or len(without_sums) == len(request.known):
-        return NOT_LOOKED_AT
-    return f"{NOT_LOOKED_AT}, since no sums of inputs come from {', '.join(without_sums[:5])}"
+    without = _without_sums(request)
+    some = any(site.looked is not None for site in request.known.values())
+    return f"{NOT_LOOKED_AT}, since no sums of inputs come from {without}" if some and without else NOT_LOOKED_AT
+
+
+def _without_sums(request: EstimateRequest) -> str:
+    """The sites that tell nothing of their samples under changes, at most five."""
+    names = [f"'{name}'"[:100] for name, site in request.known.items() if site.looked is None]
+    return ", ".join(names[:5])
 
 
 def _shift(holding: Holding, rows: NDArray[np.int64], trained: Preprocessing) -> InputShift:

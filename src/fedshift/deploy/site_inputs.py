@@ -23,12 +23,17 @@ from fedshift.deploy.remote.wire import Message
 from fedshift.deploy.site_file import Holding, SiteConfig
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError
 from fedshift.evaluation.estimate.changes import Scores, nearby_answers
+from fedshift.evaluation.estimate.distances import Apart
+from fedshift.evaluation.estimate.doubtful_rows import share_of_copies
 from fedshift.evaluation.estimate.input_sums import MOST_VALUES, Moments
 from fedshift.evaluation.estimate.plain_sums import GivenInputs, plain_inputs
+from fedshift.evaluation.estimate.pooled import distance_part, moments_part
+from fedshift.evaluation.estimate.sums import Numbers
 from fedshift.experiment.changed_samples import answers_under_changes, changeable, spread
 from fedshift.experiment.predict import load_model
 
 BY_SUMS = "it read sums of the left-out sites' inputs: a harmful shift is noticed a little less often than by samples"
+WARNED_BY_SUMS = "its warning reads sums over the left-out sites' inputs, too"
 _SAME = 1e-3
 
 
@@ -46,18 +51,52 @@ class SiteInputs:
             FedshiftError: they cannot be made of these samples, or the encoding is of another table.
         """
         self._check()
-        rows = spread(len(holding.domain))
-        self._policy.check_group(self._site, MOMENTS, len(rows), "an estimate")
-        samples = _in_encoding(holding, asked.request.preprocessing, rows)
-        if samples is None:
-            raise FedshiftError(f"site '{self._site}' has samples of which no sums are made")
-        moments = Moments.of(samples, self._policy.smallest_group)
+        if self._policy.secure == "required":
+            raise KindRefused(f"site '{self._site}' sends no sums of its inputs alone (rule policy.secure: required)")
+        moments = self._moments(self._samples(holding, asked.request.preprocessing))
         try:
             inputs = GivenInputs.model_validate(plain_inputs(moments))
         except ValueError:
             raise FedshiftError(f"site '{self._site}' has values that are too large for sums of them") from None
         asked.entry["sent"] = {"inputs": {"kind": MOMENTS}}
         return answer_of(asked.key, InputsAnswer(inputs=inputs))
+
+    def part(self, holding: Holding, preprocessing: Preprocessing | None, whole: GivenInputs | None) -> Numbers:
+        """This site's part of a masked sum, not masked yet: of inputs, or of distances to those of the others.
+
+        Args:
+            holding: has the samples.
+            preprocessing: their encoding.
+            whole: the sum of inputs, once it is known.
+
+        Raises:
+            Refused: they may not leave, or this site's inputs are not in the sum.
+            FedshiftError: they cannot be made of these samples.
+        """
+        self._check()
+        if preprocessing is None:
+            raise FedshiftError("a request to mask lacks an encoding of inputs")
+        samples = self._samples(holding, preprocessing)
+        mine = self._moments(samples)
+        if whole is None:
+            return moments_part(mine)
+        if not _fit(whole, samples) or whole.samples <= mine.samples:
+            raise Refused(f"site '{self._site}' is not in the sum of inputs that it is told")
+        others = Moments(
+            whole.samples - mine.samples, whole.moments.total - mine.total, whole.moments.squares - mine.squares
+        )
+        return distance_part(others.apart(samples))
+
+    def _samples(self, holding: Holding, preprocessing: Preprocessing) -> NDArray[Any]:
+        rows = spread(len(holding.domain))
+        self._policy.check_group(self._site, MOMENTS, len(rows), "an estimate")
+        samples = _in_encoding(holding, preprocessing, rows)
+        if samples is None:
+            raise FedshiftError(f"site '{self._site}' has samples of which no sums are made")
+        return samples
+
+    def _moments(self, samples: NDArray[Any]) -> Moments:
+        return Moments.of(samples, self._policy.smallest_group)
 
     def _check(self) -> None:
         """Raise Refused unless sums of inputs may leave."""
@@ -67,8 +106,6 @@ class SiteInputs:
                 f"site '{self._site}' has a budget of privacy and sends no sums of its inputs, since no noise covers "
                 "them (rule privacy.epsilon)"
             )
-        if self._policy.secure == "required":
-            raise KindRefused(f"site '{self._site}' sends no sums of its inputs alone (rule policy.secure: required)")
 
     def look(self, case: KeptScores, model: Scores, domain: Domain, rows: Rows, there: GivenInputs) -> KeptScores:
         """The same scores, with what the model says of some of the samples under changes.
@@ -110,6 +147,29 @@ def compare_inputs(model: Path, inputs: GivenInputs | None, holding: Holding, ro
     moments = inputs.moments
     nearby = nearby_answers(trained.scores, samples, moments.usual(samples.shape[1:]))
     return {"nearby": nearby, "apart": moments.apart(samples)} if np.isfinite(nearby).all() else {}
+
+
+def distance_here(
+    holding: Holding, rows: Rows, preprocessing: Preprocessing, inputs: GivenInputs | None
+) -> Apart | None:
+    """How far samples here are from sums of others' inputs; None where they cannot be compared.
+
+    Args:
+        holding: has the samples.
+        rows: of them.
+        preprocessing: the encoding of the sums.
+        inputs: the sums; None: they are not known.
+    """
+    samples = None if inputs is None else _in_encoding(holding, preprocessing, rows)
+    if inputs is None or samples is None or not _fit(inputs, samples):
+        return None
+    return inputs.moments.apart(samples)
+
+
+def copied_here(holding: Holding, rows: Rows) -> float:
+    """The probability that two samples here are copies, see `share_of_copies`."""
+    inputs = holding.domain.inputs
+    return share_of_copies(inputs.dense(rows) if isinstance(inputs, SparseRows) else np.asarray(inputs[rows]))
 
 
 def _fit(inputs: GivenInputs, samples: NDArray[Any]) -> bool:

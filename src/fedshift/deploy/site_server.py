@@ -163,7 +163,7 @@ class SiteProgram:
             "predict": self._predict,
             "inputs": lambda asked: self.inputs.give(asked, self.holding),
             "reading": self.estimates.reading,
-            "mask": SiteEstimateSums(self.sums, self.estimates).mask,
+            "mask": SiteEstimateSums(self.sums, self.estimates, self.inputs, lambda: self.holding).mask,
             "estimate": self._estimate,
             "end": self._end,
         }

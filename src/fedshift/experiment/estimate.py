@@ -301,8 +301,12 @@ def left_out_sums(trained: TrainedModel, folder: Path | None) -> dict[str, Any] 
     sums = {name: sums_of(item.scores, item.labels, item.threshold) for name, item in known.items()}
     others = {name: reduce(add, (item for other, item in sums.items() if other != name)) for name in sums}
     sites = {
-        name: {"sums": plain_sums(sums[name]), "reading": plain_reading(read(others[name], known[name].scores))}
-        for name in sums
+        name: {
+            "sums": plain_sums(sums[name]),
+            "reading": plain_reading(read(others[name], site.scores)),
+            "copied": share_of_copies(site.scores),
+        }
+        for name, site in known.items()
     }
     return {"threshold": threshold_of(folder), "sites": sites}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,12 +23,15 @@ from fedshift.deploy import estimates
 from fedshift.deploy.crypto.keys import KeyCard
 from fedshift.deploy.privacy.ledger import LEDGER
 from fedshift.deploy.remote.policy import AuditLog
+from fedshift.deploy.remote.requests import EstimateRequest
 from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.secure.site_estimate_sums import SiteEstimateSums
+from fedshift.deploy.site_estimates import SiteEstimates
 from fedshift.errors import FedshiftError
-from fedshift.evaluation.estimate.pooled import first_part
+from fedshift.evaluation.estimate.input_sums import Moments
+from fedshift.evaluation.estimate.pooled import first_part, moments_part
 from fedshift.evaluation.estimate.sums import sums_of
-from fedshift.functional.fixed_point import to_fixed
+from fedshift.functional.fixed_point import from_fixed, to_fixed
 from fedshift.functional.noisy_scores import cells, nearest_counts, samples_of
 
 FOUR = {"north": 90, "south": 80, "east": 100, "west": 85}
@@ -40,16 +45,25 @@ def federation(
     change: Any = None,
     site: Mapping[str, Any] | None = None,
     training: Mapping[str, Any] | None = None,
+    send: Sequence[str] = SEND,
+    shift: float = 0.0,
+    keep: Sequence[str] = (),
     **policy: Any,
 ) -> tuple[dict[str, Any], Loopback]:
-    """What the fifth site, without labels, estimates beside four."""
+    """What the fifth site, without labels, estimates beside four.
+
+    ``shift``: of its inputs, with as much noise. ``keep``: sites that send what `SEND` has, the others ``send``.
+    """
     (folder / "data").mkdir(parents=True)
     places = {}
     for seed, (name, n) in enumerate({**FOUR, "va": 70}.items()):
         x, y = samples(seed, n)
         labels = {} if name == "va" else {"y": np.minimum(y, classes - 1)}
+        if name == "va" and shift:
+            x = (x + shift * np.random.default_rng(9).normal(size=x.shape) + shift).astype(np.float32)
         np.savez(folder / "data" / f"{name}.npz", x=x, **labels)  # type: ignore[arg-type]
-        places[name] = site_file(folder, name, str(folder / "data" / f"{name}.npz"), send=SEND, roster="any", **policy)
+        rules = {"send": list(SEND if name in keep else send), "roster": "any", **policy}
+        places[name] = site_file(folder, name, str(folder / "data" / f"{name}.npz"), **rules)
         written = yaml.safe_load(places[name].read_text()) | {"classes": [*"012"[:classes]]}
         if name == "va":
             written["data"]["site_labels"] = {"va": "none"}
@@ -114,6 +128,70 @@ def test_masked_sums_give_the_estimate_of_plain_ones(
     assert scores == [1, 2, 3]
     assert [event["sites"] for event in events(tmp_path / "masked") if event.get("is") == "summed"] == [4]
     assert not list((tmp_path / "masked" / "north" / "memory").glob("*sums*")), "keys are forgotten when all is over"
+
+
+@pytest.mark.threat("site_without_labels")
+def test_masked_sums_of_inputs_are_those_of_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target compares its samples with the sum of all; of distances it learns mean and deviation."""
+    requests, uploads = list[EstimateRequest](), list[tuple[int, str, Any]]()
+    estimate = SiteEstimates.estimate
+
+    def listen(here: SiteEstimates, asked: Any, holding: Any) -> Any:
+        requests.append(asked.request)
+        return estimate(here, asked, holding)
+
+    def look(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if header["do"] == "mask":
+            uploads.append((header["step"], site, unseal(answer)[1]["sum"]["sum"]))
+        return answer
+
+    monkeypatch.setattr(SiteEstimates, "estimate", listen)
+    told = [*SEND, "moments"]
+    strict = {"secure": "required", "peers": fingerprints(tmp_path, [*FOUR, "va"])}
+    result, transport = federation(tmp_path, 2, SECURE, look, send=told, shift=3.0, **strict)
+    (request,) = requests
+    rows = [samples(seed, n)[0].astype(np.float64) for seed, n in enumerate(FOUR.values())]
+    every, given = np.concatenate(rows), request.inputs
+    assert given is not None
+    assert given.samples == len(every)
+    np.testing.assert_allclose(given.total, every.sum(axis=0), atol=1e-6)
+    parts = [Moments.of(some) for some in rows]
+    apart = [
+        reduce(add, (part for part in parts if part is not own)).apart(some)
+        for own, some in zip(parts, rows, strict=True)
+    ]
+    assert request.pooled is not None
+    assert request.pooled.distances is not None
+    known = np.array([[item.spread, item.moved] for item in apart])
+    np.testing.assert_allclose(request.pooled.distances.mean, known.mean(axis=0), atol=1e-6)
+    np.testing.assert_allclose(request.pooled.distances.deviation, known.std(axis=0, ddof=1), atol=1e-6)
+    assert {step for step, *_ in uploads} == {1, 2, 3, 4, 5}
+    for step, site, upload in uploads:
+        if step == 4:  # nothing of a site's own can be seen
+            own = moments_part(parts[list(FOUR).index(site)])
+            assert not np.isclose(from_fixed(upload[1:]).numpy(), own, rtol=1e-3).any()
+    assert result["harmful"]
+    assert any("its warning reads sums over the left-out sites' inputs" in reason for reason in result["reasons"])
+    assert all(do != "inputs" for _, do in transport.asked)
+
+
+@pytest.mark.parametrize("why", ["two", "lies"])
+def test_without_masked_sums_of_inputs_the_estimate_rests_on_scores(why: str, tmp_path: Path) -> None:
+    """Two sites would learn each other's sums; and one that lies about its own spoils no estimate."""
+
+    def lie(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if header["do"] != "mask" or header["step"] != 4 or site != "north":
+            return answer
+        head, content, _ = unseal(answer)
+        content["sum"]["sum"][3] += 2**60
+        return seal(head, body_of(content))
+
+    keep = ("north", "south") if why == "two" else ()
+    result, _ = federation(tmp_path, 3, SECURE, lie if why == "lies" else None, send=[*SEND, "moments"], keep=keep)
+    assert result["sites"] == 4
+    assert not any("its warning reads" in reason for reason in result["reasons"])
+    warnings = " ".join(event.get("message", "") for event in events(tmp_path))
+    assert ("there are no sums of inputs" in warnings) is (why == "lies")
 
 
 def test_a_sum_that_lost_a_site_is_of_the_others(tmp_path: Path) -> None:

@@ -330,10 +330,17 @@ class ReadingRequest(Request):
 
 
 class ReadingAnswer(Frozen):
-    """What a site answers that is asked for the reading of its scores; ``looked``: if it looked at its samples."""
+    """What a site answers that is asked for the reading of its scores.
+
+    Attributes:
+        reading: of them.
+        looked: if it looked at its samples.
+        copied: probability that two of the scores are equal.
+    """
 
     reading: GivenReading
     looked: GivenLooks | None = None
+    copied: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class MaskRequest(Request):
@@ -341,21 +348,25 @@ class MaskRequest(Request):
 
     Attributes:
         run: the name of the sums, which is that of no run.
-        step: which of the three sums of `fedshift.evaluation.estimate.pooled`.
+        step: which of the five sums of `fedshift.evaluation.estimate.pooled`.
         scores: of each site of the roster the run whose scores it keeps.
         threshold: how many of them must tell shares.
         whole: the first sum, once it is known.
         unexplained: the mean of the second, once it is known.
+        preprocessing: the encoding of inputs, of the last two.
+        inputs: the fourth sum, once it is known.
     """
 
     do: Literal["mask"] = "mask"
     run: RunName
-    step: Annotated[int, Field(ge=1, le=3)]
+    step: Annotated[int, Field(ge=1, le=5)]
     scores: dict[str, RunName]
     cards: Annotated[dict[str, KeyEntry], Field(max_length=_MOST_SUMMED)]
     threshold: int
     whole: GivenWhole | None = None
     unexplained: Annotated[float, Field(ge=0, le=1)] | None = None
+    preprocessing: Preprocessing | None = None
+    inputs: GivenInputs | None = None
 
     @property
     def content(self) -> str:
@@ -371,7 +382,7 @@ class EstimateRequest(Request):
         preprocessing: of the sites that trained, with which its samples compare.
         threshold: that their scores chose.
         pooled: of all together, in place of ``known``.
-        inputs: sums of the inputs of the sites that are known; None where some keep these.
+        inputs: sums of the inputs of those of them that tell these; None where too few do.
     """
 
     do: Literal["estimate"] = "estimate"

@@ -7,6 +7,7 @@ without labels, know what `fedshift.evaluation.estimate.pooled` reads of all lef
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,23 +21,38 @@ from fedshift.deploy.remote.transport import Done, answer_of
 from fedshift.deploy.remote.wire import Message, body_of
 from fedshift.deploy.secure.site_sums import SiteSums
 from fedshift.deploy.site_estimates import SiteEstimates
+from fedshift.deploy.site_file import Holding
+from fedshift.deploy.site_inputs import SiteInputs
 from fedshift.errors import FedshiftError, Refused
 from fedshift.evaluation.estimate.combination import read
+from fedshift.evaluation.estimate.doubtful_rows import share_of_copies
 from fedshift.evaluation.estimate.plain_sums import GivenSums, check_classes, plain_sums
 from fedshift.evaluation.estimate.pooled import first_part, second_part, third_part
 from fedshift.evaluation.estimate.sums import Numbers
 from fedshift.federation.messages import Content
 from fedshift.functional.fixed_point import to_fixed
 
+_OF_SCORES = 3
+"""So many sums are of scores, the others of inputs."""
+
 
 class SiteEstimateSums:
-    """The part of a site's program that masks what it says for estimates elsewhere."""
+    """The part of a site's program that masks what it says for estimates elsewhere.
 
-    def __init__(self, sums: SiteSums, estimates: SiteEstimates) -> None:
-        self._sums, self._estimates = sums, estimates
+    Args:
+        sums: its part in secure sums.
+        estimates: its part in estimates, which keeps scores.
+        inputs: its part in what estimates read of inputs.
+        holding: gives the site's data.
+    """
+
+    def __init__(
+        self, sums: SiteSums, estimates: SiteEstimates, inputs: SiteInputs, holding: Callable[[], Holding]
+    ) -> None:
+        self._sums, self._estimates, self._inputs, self._holding = sums, estimates, inputs, holding
 
     def mask(self, asked: Asked[MaskRequest]) -> Message:
-        """Answer with a masked part of one of the three sums.
+        """Answer with a masked part of one of the sums.
 
         Raises:
             Refused: it may not leave, or the sum is not one that this site takes part in.
@@ -62,15 +78,27 @@ class SiteEstimateSums:
         keys = hashlib.sha256(" ".join(card.public.hex() for card in order.cards).encode()).hexdigest()
         run = request.scores[self._sums.name]
         kept = self._estimates.kept_for(run, f"sum {order.run}", keys if request.step == 1 else None)
-        part = to_fixed(torch.from_numpy(_part(self._sums.name, request, kept)), len(order.cards))
+        if request.step > _OF_SCORES:
+            numbers = self._inputs.part(self._holding(), request.preprocessing, request.inputs)
+        else:
+            numbers = _part(self._sums.name, request, kept, noise=self._estimates.noisy)
+        try:
+            part = to_fixed(torch.from_numpy(numbers), len(order.cards))
+        except FedshiftError:
+            raise FedshiftError(f"site '{self._sums.name}' has values that are too large for masked sums") from None
         return torch.cat([torch.ones(1, dtype=torch.int64), part])
 
 
-def _part(name: str, request: MaskRequest, kept: KeptScores) -> Numbers:
-    """A site's part of the sum that is asked for."""
+def _part(name: str, request: MaskRequest, kept: KeptScores, *, noise: bool) -> Numbers:
+    """A site's part of the sum that is asked for; ``noise``: whether its scores are those that noise allows.
+
+    Raises:
+        FedshiftError: what it is told lacks a sum before it.
+        Refused: this site's numbers are not in the first sum.
+    """
     mine = kept.sums
     if request.step == 1:
-        return first_part(mine)
+        return first_part(mine, 0.0 if noise else share_of_copies(kept.scores))
     if request.whole is None or (request.step == 3 and request.unexplained is None):
         raise FedshiftError("a request to mask lacks the sums before it")
     check_classes(request.whole.sums, len(mine.confusion))

@@ -276,12 +276,14 @@ class KnownSite:
         reading: of the same, from the sums of the other left-out sites.
         looks: what it says of some of its samples under changes; empty if they were not looked at.
         apart: how far its samples are from sums of those of the sites that trained; None likewise.
+        copied: probability that two of its samples have equal scores, see `share_of_copies`.
     """
 
     sums: SiteSums
     reading: Reading
     looks: tuple[Look, ...] = ()
     apart: Apart | None = None
+    copied: float = 0.0
 
 
 def estimate_from_sums(
@@ -293,12 +295,14 @@ def estimate_from_sums(
     odd_rows: float = 0.0,
     nearby: NDArray[Any] | None = None,
     apart: Apart | None = None,
+    copied: float = 0.0,
 ) -> Estimate:
     """As `estimate_accuracy`, where of the left-out sites only sums and readings are known. It says the same.
 
     Args:
-        known: by site.
+        known: by site. What two or more of them say of their samples under changes corrects the estimate.
         scores, unlike, unusual, threshold, odd_rows, nearby, apart: as there.
+        copied: probability that two samples are copies, see `share_of_copies`.
 
     Example:
         >>> estimate_from_sums({}, [[0.9, 0.1], [0.3, 0.7]] * 10).reasons
@@ -318,6 +322,7 @@ def estimate_from_sums(
         threshold=threshold,
         odd_rows=odd_rows,
         apart=apart,
+        copied=copied - max((site.copied for site in known.values()), default=0.0),
     )
 
 
@@ -518,6 +523,7 @@ class Cases:
         prior: what other federations taught.
         taught: what corrects the median; None if their samples were not looked at.
         corrected_factor: the same of the corrected median.
+        teachers: how many sites teach that.
         by_score: of two classes, each site's samples of each in bins of score.
         apart: how far each site's samples are from the others'; empty if some could not be read.
         rates: of two classes, the same of all sites together, where no site's are known.
@@ -531,6 +537,7 @@ class Cases:
     prior: Prior = PUBLIC
     taught: Taught | None = None
     corrected_factor: float = 1.0
+    teachers: int = 0
     by_score: tuple[Numbers, ...] = ()
     apart: tuple[Apart, ...] = ()
     rates: Rates | None = None
@@ -550,7 +557,7 @@ class Cases:
 
     @classmethod
     def of_known(cls, known: Mapping[str, KnownSite]) -> Cases:
-        """The same from sums and readings of at least two left-out sites; corrected where all were looked at."""
+        """The same from sums and readings of two or more left-out sites; corrected where two or more were looked at."""
         sums = {name: site.sums for name, site in known.items()}
         readings = {name: site.reading for name, site in known.items()}
         usual = float(np.mean([reading.unexplained for reading in readings.values()]))
@@ -559,19 +566,21 @@ class Cases:
         scored = tuple(counts.by_score for counts in sums.values() if counts.by_score is not None)
         whole = reduce(add, sums.values())
         cases = cls(whole, usual, far, _factor(squares), len(sums), by_score=scored)
-        if not all(site.looks for site in known.values()):
+        looked = {name: site for name, site in known.items() if site.looks}
+        if len(looked) < FEWEST_SITES:
             return cases
-        apart = tuple(site.apart for site in known.values() if site.apart is not None)
-        return replace(cases, apart=apart).with_looks({name: site.looks for name, site in known.items()})
+        apart = tuple(site.apart for site in looked.values() if site.apart is not None)
+        return replace(cases, apart=apart).with_looks({name: site.looks for name, site in looked.items()})
 
     def with_looks(self, looks: Mapping[str, Sequence[Look]]) -> Cases:
-        """Add what all sites' cases teach, and how well each site's are foretold by the others'."""
+        """Add what these sites' cases teach, and how well each site's are foretold by the others'."""
         known = {name: [look.to_case(self.unexplained) for look in of_site] for name, of_site in looks.items()}
         squares = {
             name: float(np.mean([case.square(taught) for case in known[name]]))
             for name, taught in ((name, _taught(known, self.prior.correction, without=name)) for name in known)
         }
-        return replace(self, taught=_taught(known, self.prior.correction), corrected_factor=_factor(squares))
+        taught, factor = _taught(known, self.prior.correction), _factor(squares)
+        return replace(self, taught=taught, corrected_factor=factor, teachers=len(known))
 
     def interval(
         self,
@@ -587,15 +596,15 @@ class Cases:
         """
         from scipy.special import stdtrit  # takes a second to import
 
-        centre, factor = reading.centre(self.unexplained), self.factor
+        centre, factor, sites = reading.centre(self.unexplained), self.factor, self.sites
         samples = len(np.asarray(scores)) if different is None else different
         if self.taught is not None and nearby is not None:
             seen = Seen.of(self.whole, reading, scores, nearby, apart)
             centre = _share(logit(centre) + self.taught.at(seen.features, seen.signs(logit(centre))))
-            factor = self.corrected_factor
+            factor, sites = self.corrected_factor, self.teachers
         middle = logit(centre)
         noise = 1 / (samples * centre + 0.5) + 1 / (samples * (1 - centre) + 0.5)
-        half = stdtrit(PRIOR + self.sites, (1 + LEVEL) / 2) * math.sqrt((factor * reading.error) ** 2 + noise)
+        half = stdtrit(PRIOR + sites, (1 + LEVEL) / 2) * math.sqrt((factor * reading.error) ** 2 + noise)
         return centre, min(centre, _share(middle - half)), max(centre, _share(middle + half))
 
 

@@ -20,7 +20,7 @@ from fedshift.evaluation.estimate.combination import KnownSite, Look, Reading, S
 from fedshift.evaluation.estimate.distances import Apart
 from fedshift.evaluation.estimate.estimators import ESTIMATORS
 from fedshift.evaluation.estimate.input_sums import MOST_VALUES, Moments
-from fedshift.evaluation.estimate.pooled import FEWEST, Pooled, Whole
+from fedshift.evaluation.estimate.pooled import FEWEST, Distances, Pooled, Whole
 from fedshift.evaluation.estimate.sums import BANDS, BINS, TEMPERATURES, SiteSums
 from fedshift.evaluation.estimate.two_classes import SCORES
 
@@ -33,6 +33,7 @@ _Bands = Annotated[tuple[_Count, ...], Field(min_length=BANDS, max_length=BANDS)
 _Scores = Annotated[tuple[_Count, ...], Field(min_length=SCORES, max_length=SCORES)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Logarithm = Annotated[float, Field(ge=-1e3, le=1e3)]
+_Deviation = Annotated[float, Field(ge=0, le=2e3)]
 _Sum = Annotated[float, Field(ge=-1e30, le=1e30)]
 _Square = Annotated[float, Field(ge=0, le=1e60)]
 """Means and deviations are then numbers of float32."""
@@ -166,19 +167,27 @@ class GivenInputs(_Part):
 
 
 class GivenSite(_Part):
-    """What a site without labels is told of a left-out site; ``looked``: None where its policy keeps that."""
+    """What a site without labels is told of a left-out site.
+
+    Attributes:
+        sums, reading: of its scores.
+        looked: of its samples under changes; None where its policy keeps that.
+        copied: see `KnownSite`.
+    """
 
     sums: GivenSums
     reading: GivenReading
     looked: GivenLooks | None = None
+    copied: _Share = 0.0
 
     @property
     def known(self) -> KnownSite:
         """The same as estimates read it."""
         sums, reading = self.sums.sums, self.reading.reading
         if self.looked is None:
-            return KnownSite(sums, reading)
-        return KnownSite(sums, reading, tuple(look.look for look in self.looked.looks), self.looked.apart)
+            return KnownSite(sums, reading, copied=self.copied)
+        looks = tuple(look.look for look in self.looked.looks)
+        return KnownSite(sums, reading, looks, self.looked.apart, self.copied)
 
 
 class GivenWhole(_Part):
@@ -190,6 +199,7 @@ class GivenWhole(_Part):
     rated: Annotated[int, Field(ge=0, le=100_000)]
     sums: GivenSums
     by_score: tuple[_Scores, _Scores] | None = None
+    copied: _Share = 0.0
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -203,7 +213,20 @@ class GivenWhole(_Part):
     def whole(self) -> Whole:
         """The same as estimates read it."""
         scores = None if self.by_score is None else np.array(self.by_score)
-        return Whole(self.sites, self.usual, round(self.little), self.rated, self.sums.sums, scores)
+        return Whole(self.sites, self.usual, round(self.little), self.rated, self.sums.sums, scores, self.copied)
+
+
+class GivenDistances(_Part):
+    """The `Distances` of sites, checked."""
+
+    sites: Annotated[int, Field(ge=FEWEST, le=100_000)]
+    mean: tuple[_Logarithm, _Logarithm]
+    deviation: tuple[_Deviation, _Deviation]
+
+    @property
+    def distances(self) -> Distances:
+        """The same as estimates read it."""
+        return Distances(self.sites, np.array(self.mean), np.array(self.deviation))
 
 
 class GivenPooled(_Part):
@@ -214,11 +237,14 @@ class GivenPooled(_Part):
     far: _Share
     squares: _Count
     rate_squares: tuple[_Count, _Count, _Count]
+    distances: GivenDistances | None = None
 
     @property
     def pooled(self) -> Pooled:
         """The same as estimates read it."""
-        return Pooled(self.whole.whole, self.unexplained, self.far, self.squares, np.array(self.rate_squares))
+        distances = None if self.distances is None else self.distances.distances
+        squares = self.squares, np.array(self.rate_squares)
+        return Pooled(self.whole.whole, self.unexplained, self.far, *squares, distances)
 
 
 def given_whole(whole: Whole) -> GivenWhole:
@@ -242,6 +268,7 @@ def given_whole(whole: Whole) -> GivenWhole:
         "rated": whole.rated,
         "sums": plain_sums(whole.sums),
         "by_score": scores,
+        "copied": _within(whole.copied),
     }
     return _parse(GivenWhole, plain)
 
@@ -267,6 +294,33 @@ def given_pooled(pooled: Pooled) -> GivenPooled:
         "rate_squares": np.maximum(pooled.rate_squares, 0.0).tolist(),
     }
     return _parse(GivenPooled, plain)
+
+
+def given_distances(distances: Distances) -> GivenDistances:
+    """Distances as a message holds them.
+
+    Raises:
+        FedshiftError: as `given_whole`.
+
+    Example:
+        >>> given_distances(Distances(3, np.zeros(2), np.ones(2))).distances.sites
+        3
+    """
+    mean, deviation = distances.mean.tolist(), distances.deviation.tolist()
+    return _parse(GivenDistances, {"sites": distances.sites, "mean": mean, "deviation": deviation})
+
+
+def given_inputs(moments: Moments) -> GivenInputs:
+    """Moments as a message holds them.
+
+    Raises:
+        FedshiftError: as `given_whole`.
+
+    Example:
+        >>> given_inputs(Moments.of(np.array([[2.0], [3.0]]))).moments.samples
+        2
+    """
+    return _parse(GivenInputs, plain_inputs(moments))
 
 
 _G = TypeVar("_G", bound=_Part)

@@ -6,7 +6,10 @@ Three sums do, one after the other, of what each site computes by itself:
 2. how unlike its answers are to those of the others, which are the first sum less its own;
 3. how far the estimate from the others is off there, in errors that it is given.
 
-The first sum calibrates temperatures and costs, the other two the interval. So the estimate is that of
+Where their inputs can be added, too, two more do for the warning of harm: the `Moments` of its inputs, and how far
+these are from those of the others.
+
+The first sum calibrates temperatures and costs, the next two the interval. So the estimate is that of
 `fedshift.evaluation.estimate.combination.estimate_from_sums`, up to the rounding of the sums. Which sites say little
 is a number then, and no name. Of two classes counts by score are of those sites that have enough of each class.
 """
@@ -30,12 +33,14 @@ from fedshift.evaluation.estimate.combination import (
     says_little,
     square_of,
 )
+from fedshift.evaluation.estimate.distances import Apart
+from fedshift.evaluation.estimate.input_sums import Moments
 from fedshift.evaluation.estimate.sums import BANDS, BINS, TEMPERATURES, Numbers, SiteSums
 from fedshift.evaluation.estimate.two_classes import MEASURES, SCORES, Rates, squares_of, tells_rates
 
 FEWEST = 3
 """Sites of a sum: with two, each learns the other's part."""
-_HEAD = 4
+_HEAD = 5
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Whole:
         usual: their mean accuracy, a share.
         little: how many of them say little.
         rated: how many have enough samples of two classes.
+        copied: mean probability that two of a site's samples have equal scores.
         sums: of all; without counts by score.
         by_score: of those that are `rated` (2, SCORES); None of more classes.
     """
@@ -57,6 +63,7 @@ class Whole:
     rated: int
     sums: SiteSums
     by_score: Numbers | None
+    copied: float = 0.0
 
     def others(self, site: SiteSums) -> SiteSums:
         """The sums of the others: all, less a site's own.
@@ -75,6 +82,40 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Distances:
+    """How far sites' inputs are from those of the others, by moments over sites.
+
+    Attributes:
+        sites: how many there are.
+        mean, deviation: of the spread, and of how far means moved (2,), see `Apart`.
+    """
+
+    sites: int
+    mean: Numbers
+    deviation: Numbers
+
+    @classmethod
+    def of(cls, total: Numbers, sites: int) -> Distances:
+        """From the sum of `distance_part` over so many sites, three or more.
+
+        Example:
+            >>> parts = [distance_part(Apart(spread, None, 0.5)) for spread in (0.0, 1.0, 2.0)]
+            >>> Distances.of(sum(parts), 3).deviation.tolist()
+            [1.0, 0.0]
+        """
+        mean = total[:2] / sites
+        return cls(sites, mean, np.sqrt(np.maximum(total[2:] - sites * mean**2, 0.0) / (sites - 1)))
+
+    @property
+    def apart(self) -> tuple[Apart, ...]:
+        """As many distances with that mean and deviation: estimates read no more of them."""
+        step = self.deviation * math.sqrt((self.sites - 1) / 2)
+        ends = (self.mean - step, self.mean + step)
+        known = [*ends, *[self.mean] * (self.sites - 2)]
+        return tuple(Apart(float(spread), None, float(moved)) for spread, moved in known)
+
+
+@dataclass(frozen=True)
 class Pooled:
     """All three sums.
 
@@ -83,6 +124,7 @@ class Pooled:
         unexplained, far: means over sites of how unlike their answers are.
         squares: the sum of squared errors.
         rate_squares: the same of AUROC, sensitivity and specificity (3,).
+        distances: how far sites' inputs are from those of the others; None if they were not added.
     """
 
     whole: Whole
@@ -90,6 +132,7 @@ class Pooled:
     far: float
     squares: float
     rate_squares: Numbers
+    distances: Distances | None = None
 
     @property
     def cases(self) -> Cases:
@@ -98,19 +141,21 @@ class Pooled:
         if whole.by_score is not None:
             rates = Rates(whole.by_score, self.rate_squares, whole.rated)
         factor = math.sqrt((PRIOR + self.squares) / (PRIOR + whole.sites))
-        return Cases(whole.sums, self.unexplained, self.far, factor, whole.sites, rates=rates)
+        apart = () if self.distances is None else self.distances.apart
+        return Cases(whole.sums, self.unexplained, self.far, factor, whole.sites, rates=rates, apart=apart)
 
 
-def first_part(sums: SiteSums) -> Numbers:
-    """A site's part of the first sum (n,).
+def first_part(sums: SiteSums, copied: float = 0.0) -> Numbers:
+    """A site's part of the first sum (n,); ``copied``: probability that two of its samples have equal scores.
 
     Example:
         >>> from fedshift.evaluation.estimate.sums import sums_of
-        >>> first_part(sums_of([[0.9, 0.1], [0.4, 0.6]], [0, 0]))[:5].tolist()  # accuracy, little, rated, samples
-        [0.5, 1.0, 0.0, 2.0, 0.0]
+        >>> first_part(sums_of([[0.9, 0.1], [0.4, 0.6]], [0, 0]))[:4].tolist()  # accuracy, little, rated, samples
+        [0.5, 1.0, 0.0, 2.0]
     """
     rated = sums.by_score is not None and tells_rates(sums.by_score)
-    head = [sums.accuracy, float(says_little(sums.confusion.sum(axis=1))), float(rated), float(sums.samples)]
+    little = float(says_little(sums.confusion.sum(axis=1)))
+    head = [sums.accuracy, little, float(rated), float(sums.samples), copied]
     parts = [sums.by_confidence, sums.losses, sums.confidences, sums.answers, np.array([sums.cost])]
     if sums.by_score is not None:
         parts.append(sums.by_score * float(rated))
@@ -148,7 +193,8 @@ def whole_of(total: Numbers, sites: int, classes: int) -> Whole:
         samples, by_confidence.round(), losses, np.minimum(confidences, samples), answers.round(), float(cost[0])
     )
     scores = total[begin:].round().reshape(2, SCORES) if classes == 2 else None
-    return Whole(sites, float(total[0]) / sites, round(float(total[1])), round(float(total[2])), sums, scores)
+    usual, copied = float(total[0]) / sites, float(total[4]) / sites
+    return Whole(sites, usual, round(float(total[1])), round(float(total[2])), sums, scores, copied)
 
 
 def second_part(reading: Reading) -> Numbers:
@@ -189,6 +235,38 @@ def third_part(whole: Whole, unexplained: float, sums: SiteSums, reading: Readin
     return np.concatenate([[square_of(KnownSite(sums, reading), unexplained)], rates])
 
 
+def distance_part(apart: Apart) -> Numbers:
+    """A site's part of the sum of distances (4,).
+
+    Example:
+        >>> distance_part(Apart(2.0, None, -1.0)).tolist()
+        [2.0, -1.0, 4.0, 1.0]
+    """
+    told = np.array([apart.spread, apart.moved])
+    return np.concatenate([told, told**2])
+
+
+def moments_part(moments: Moments) -> Numbers:
+    """A site's part of the sum of inputs (1 + 2 d,).
+
+    Example:
+        >>> moments_part(Moments.of(np.array([[2.0], [3.0]]))).tolist()
+        [2.0, 5.0, 13.0]
+    """
+    return np.concatenate([[float(moments.samples)], moments.total, moments.squares])
+
+
+def moments_of(total: Numbers) -> Moments:
+    """The sum of inputs, from its numbers (1 + 2 d,).
+
+    Example:
+        >>> moments_of(np.array([2.0, 5.0, 13.0])).mean.tolist()
+        [2.5]
+    """
+    each = np.split(total[1:], 2)
+    return Moments(round(float(total[0])), each[0], np.maximum(each[1], 0.0))
+
+
 def estimate_from_pooled(
     pooled: Pooled,
     scores: ArrayLike,
@@ -196,12 +274,14 @@ def estimate_from_pooled(
     unusual: str | None = None,
     threshold: float = 0.5,
     odd_rows: float = 0.0,
+    apart: Apart | None = None,
+    copied: float = 0.0,
 ) -> Estimate:
     """As `estimate_from_sums`, where only sums over all left-out sites are known.
 
     Args:
         pooled: the sums.
-        scores, unlike, unusual, threshold, odd_rows: as there.
+        scores, unlike, unusual, threshold, odd_rows, apart, copied: as there.
 
     Example:
         >>> from fedshift.evaluation.estimate.sums import sums_of
@@ -224,6 +304,8 @@ def estimate_from_pooled(
         unusual=unusual,
         threshold=threshold,
         odd_rows=odd_rows,
+        apart=apart,
+        copied=copied - whole.copied,
     )
     return replace(estimate, reasons=(*estimate.reasons, SUMMED))
 
