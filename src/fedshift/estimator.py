@@ -63,17 +63,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         options = {
             "name": "estimator",
             "data": source,
-            "protocol": {
-                "seeds": [int(check_random_state(self.random_state).randint(2**31))],
-                "test_fraction": 0,
-            },
+            "protocol": {"seeds": [int(check_random_state(self.random_state).randint(2**31))], "test_fraction": 0},
             "model": self.model,
-            "training": {
-                "rounds": self.rounds,
-                "batch_size": self.batch_size,
-                "lr": self.lr,
-                **(self.training or {}),
-            },
+            "training": {"rounds": self.rounds, "batch_size": self.batch_size, "lr": self.lr, **(self.training or {})},
             "methods": [self.method],
             "device": self.device,
         }

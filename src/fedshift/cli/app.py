@@ -70,8 +70,7 @@ def run(
         str | None, typer.Option("--shard", metavar="I/N", help="Take the I-th of N parts of the runs alone.")
     ] = None,
     wait: Annotated[
-        bool,
-        typer.Option("--wait", help="Wait for runs that other processes train; take over from those gone."),
+        bool, typer.Option("--wait", help="Wait for runs that other processes train; take over from those gone.")
     ] = False,
     slurm: Annotated[
         str | None,

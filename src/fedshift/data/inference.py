@@ -129,10 +129,7 @@ def table_to_predict(
 
 
 def known_labels(
-    samples: Path | Columns | Any,
-    names: Sequence[str],
-    classes: Sequence[str],
-    by: Labelling | None,
+    samples: Path | Columns | Any, names: Sequence[str], classes: Sequence[str], by: Labelling | None
 ) -> list[str | None] | None:
     """The class of each sample where the data say it.
 

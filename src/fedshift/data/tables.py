@@ -137,8 +137,7 @@ def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> 
             where = f"{table.locate(row)}, column '{name}'"
             advice = advice_on(cell, "leave it empty if missing, or list the column under categorical")
             raise UserError(
-                f"{where}: '{cell}' is not a number ({advice})",
-                public=f"{where}: the cell is not a number",
+                f"{where}: '{cell}' is not a number ({advice})", public=f"{where}: the cell is not a number"
             )
         out[row] = math.nan if number in missing_values else number
     return out

@@ -25,10 +25,7 @@ _AT_ONCE = 1 << 20
 
 
 def intervals(
-    outcomes: Outcomes,
-    metrics: Sequence[str],
-    groups: NDArray[np.int64] | None,
-    resamples: int,
+    outcomes: Outcomes, metrics: Sequence[str], groups: NDArray[np.int64] | None, resamples: int
 ) -> dict[str, tuple[float, float]]:
     """95 % intervals by the percentiles of bootstrap resamples. The same samples are drawn at every call.
 

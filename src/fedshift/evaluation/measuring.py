@@ -153,13 +153,7 @@ def label_accuracy(predicted: NDArray[Any], labels: NDArray[Any]) -> float:
     return 100.0 * float(np.mean(predicted == labels))
 
 
-def label_metrics(
-    site: str,
-    part: Part,
-    scored: Scored,
-    resamples: int = 0,
-    smallest_group: int = 0,
-) -> SiteMetrics:
+def label_metrics(site: str, part: Part, scored: Scored, resamples: int = 0, smallest_group: int = 0) -> SiteMetrics:
     """The share of right labels; AUROC, average precision and F1, each the mean over labels, in percent.
 
     AUROC and average precision are the mean over the labels that some samples have and others have not. ``support`` is

@@ -129,10 +129,7 @@ def _t_test(n: int, mean: float, error: float | None, freedom: float) -> TTest:
 
 
 def compare(
-    first: Iterable[RunResult],
-    second: Iterable[RunResult],
-    select: Selection = "last",
-    value: Value = RunResult.score,
+    first: Iterable[RunResult], second: Iterable[RunResult], select: Selection = "last", value: Value = RunResult.score
 ) -> Comparison | None:
     """``first`` minus ``second`` in percentage points; None where they share no (target, seed).
 

@@ -78,10 +78,7 @@ OF_METHOD_AMONG_SITES: tuple[OfMethod, ...] = (
     server_momentum.fits,
     refusals.method_fits,
 )
-OF_ALL_RUNS: tuple[OfExperiment, ...] = (
-    networks.samples_fit,
-    private.what_epsilon_means,
-)
+OF_ALL_RUNS: tuple[OfExperiment, ...] = (networks.samples_fit, private.what_epsilon_means)
 
 
 def check_fit(plan: Plan) -> tuple[str, ...]:

@@ -108,10 +108,7 @@ def steps_in_words(steps: Mapping[str, float]) -> str | None:
 
 
 Use = Literal["augmented", "target"]
-USES: Mapping[Use, str] = {
-    "augmented": "augmented images",
-    "target": "the target's unlabelled samples",
-}
+USES: Mapping[Use, str] = {"augmented": "augmented images", "target": "the target's unlabelled samples"}
 """What a row may use beyond the sources' samples as they are, in words."""
 _BADGES: Mapping[Role | Use, str] = {
     "pooled": "pooled",

@@ -68,8 +68,7 @@ class Arrays(TaskFields):
         "each site's own training samples, of a target's own unlabelled ones",
     )
     mean: tuple[float, ...] | None = Field(
-        None,
-        description="with std, per channel (of values / 255) or column: constants to scale by, known beforehand",
+        None, description="with std, per channel (of values / 255) or column: constants to scale by, known beforehand"
     )
     std: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(None, description="see mean")
     statistics_from: tuple[str, ...] | None = Field(

@@ -17,13 +17,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from fedshift.data.agreement import MOMENTS, table_given
 from fedshift.data.builders.in_memory import Held, InMemory, SiteSamples
-from fedshift.data.builders.table_labels import (
-    CLASSES,
-    Condition,
-    classes_of,
-    labels_of,
-    quantities_of,
-)
+from fedshift.data.builders.table_labels import CLASSES, Condition, classes_of, labels_of, quantities_of
 from fedshift.data.checks import agreed_classes, check_dataset
 from fedshift.data.codings import count_columns
 from fedshift.data.databases import Database, read_query
@@ -47,14 +41,7 @@ from fedshift.data.table_files import (
     read_table,
     split_by_site,
 )
-from fedshift.data.tables import (
-    TableEncoding,
-    TableStatistics,
-    agreed_encoding,
-    encode,
-    encoding_of,
-    site_statistics,
-)
+from fedshift.data.tables import TableEncoding, TableStatistics, agreed_encoding, encode, encoding_of, site_statistics
 from fedshift.data.tasks.task_fields import TaskFields, label_sums, sites_for_statistics
 from fedshift.data.text_columns import LONGEST, TextEncoding, text_encoding
 from fedshift.errors import UserError, nearest

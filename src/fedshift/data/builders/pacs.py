@@ -29,10 +29,7 @@ _CANDIDATES = (
     "kfold/art_painting",
     "pacs_images_128.zip",
 )
-_SCALES = {
-    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-}
+_SCALES = {"imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))}
 _SPLITS = ("pacs_splits", "PACS/splits", "pacs/splits", "PACS")
 _HOW = (
     "Put pacs_images_128.zip below FEDSHIFT_DATA, or the folders PACS/<domain>/<class>/*, and for the official split "

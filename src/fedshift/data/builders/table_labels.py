@@ -86,12 +86,7 @@ def _check_any_label(table: Columns, column: str) -> None:
 
 
 def _class_of(
-    table: Columns,
-    row: int,
-    cell: str,
-    column: str,
-    condition: Condition | None,
-    mapping: Mapping[str, str] | None,
+    table: Columns, row: int, cell: str, column: str, condition: Condition | None, mapping: Mapping[str, str] | None
 ) -> str:
     where = f"{table.locate(row)}, column '{column}'"
     if is_missing(cell):

@@ -18,10 +18,7 @@ from fedshift.data.published.manifest import Counts, PublishedSet, read_manifest
 from fedshift.data.published.samples import Location, Samples
 from fedshift.errors import UserError, nearest
 
-SCALES = {
-    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-}
+SCALES = {"imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))}
 """Mean and deviation of channels, of values in [0, 1]."""
 
 

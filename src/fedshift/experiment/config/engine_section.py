@@ -48,8 +48,7 @@ class EngineSection(Section):
         "site out of that exchange, as long as engine.quorum allows it",
     )
     quorum: PositiveInt | None = Field(
-        None,
-        description="sites that must answer an exchange for the run to continue without the others; none: all",
+        None, description="sites that must answer an exchange for the run to continue without the others; none: all"
     )
 
     aggregation: Literal["plain", "secure"] = Field(

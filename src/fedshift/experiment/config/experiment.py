@@ -7,12 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    Field,
-    SerializeAsAny,
-    ValidationError,
-)
+from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 
 from fedshift.data import registry as data_registry
 from fedshift.data.checks import names_alike

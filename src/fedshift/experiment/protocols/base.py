@@ -71,8 +71,7 @@ class ProtocolSection(Sparing):
 
     kind: str = Field(description="the protocol")
     sites_per_round: SitesPerRound | None = Field(
-        None,
-        description="sources that are drawn for each round: a number, or a share below 1; none: all take part",
+        None, description="sources that are drawn for each round: a number, or a share below 1; none: all take part"
     )
 
     def number_drawn(self, sources: int) -> int | None:

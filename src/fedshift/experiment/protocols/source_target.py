@@ -33,8 +33,7 @@ class SourceTarget(ProtocolSection):
 
     kind: Literal["source_target"] = Field("source_target", description="the protocol")
     pairs: Literal["all"] | Annotated[tuple[tuple[Names, Names], ...], Field(min_length=1)] = Field(
-        "all",
-        description="pairs [labelled, unlabelled], each side a site or a list; all: every ordered pair of sites",
+        "all", description="pairs [labelled, unlabelled], each side a site or a list; all: every ordered pair of sites"
     )
     splits: PositiveInt = Field(
         10, description="number of random splits of the labelled sites' samples; their seeds are 0, 1, …"

@@ -187,11 +187,7 @@ class _Tasks:
                 self._reporter.on_finished(planned.run, result, resumed=False)
 
 
-_ERRORS: Mapping[str, type[FedshiftError]] = {
-    "diverged": TrainingDiverged,
-    "user": UserError,
-    "failed": FedshiftError,
-}
+_ERRORS: Mapping[str, type[FedshiftError]] = {"diverged": TrainingDiverged, "user": UserError, "failed": FedshiftError}
 
 
 def _run_those_free(

@@ -118,13 +118,7 @@ def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
         [_method(table, name, roles or {}), *(entry(table.cells[name][column]) for column in columns)]
         for name in table.methods
     ]
-    first = grid(
-        named,
-        ["method", *columns],
-        body,
-        table.sentences,
-        "accuracies" if AVERAGE in columns else "",
-    )
+    first = grid(named, ["method", *columns], body, table.sentences, "accuracies" if AVERAGE in columns else "")
     return [first, *(below for more in table.more for below in grids(more, roles))]
 
 

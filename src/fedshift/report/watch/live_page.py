@@ -36,18 +36,7 @@ from fedshift.report.measures import MISSING
 from fedshift.report.page import DARK, LIGHT
 from fedshift.report.run_means import rows_of_sites
 from fedshift.report.sections.about_runs import sites_sent
-from fedshift.report.sections.blocks import (
-    Block,
-    Cells,
-    Entry,
-    Grid,
-    Listing,
-    Section,
-    Text,
-    grid,
-    number,
-    section,
-)
+from fedshift.report.sections.blocks import Block, Cells, Entry, Grid, Listing, Section, Text, grid, number, section
 from fedshift.text import one_line
 
 
