@@ -18,8 +18,7 @@ from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.report.collect import Collected
 from fedshift.report.conditions import Conditions, common_badges
-from fedshift.report.measures import ACCURACY, MISSING
-from fedshift.report.note import Kind, Note
+from fedshift.report.measures import ACCURACY, MISSING, Kind, Note
 from fedshift.report.pairs import PairRow
 from fedshift.report.report import report_of
 from fedshift.report.table import WORST, IntervalCell, Table

@@ -19,7 +19,7 @@ import fedshift
 from fedshift import encryption
 from fedshift.data.locate import cache_dir
 from fedshift.errors import UserError
-from fedshift.experiment import feature_cache as cache
+from fedshift.experiment import features as cache
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.features import build_data
 from fedshift.experiment.predict import load_model

@@ -198,7 +198,7 @@ def page(
 
     A page written anew has no samples: for these run again with --samples, which repeats no finished run.
     """
-    from fedshift.cli.report_page import watch, write_report
+    from fedshift.cli.show import watch, write_report
 
     if live:
         watch(folder, port)
@@ -227,7 +227,7 @@ def advise(folder: Folder, format: Format = "terminal") -> None:
 @app.command(hidden=True)
 def report(folder: Folder) -> None:
     """The older name of fedshift page."""
-    from fedshift.cli.report_page import write_report
+    from fedshift.cli.show import write_report
 
     write_report(folder)
 
@@ -235,7 +235,7 @@ def report(folder: Folder) -> None:
 @app.command(hidden=True)
 def watch(folder: WatchedFolder, port: Port = 8765) -> None:
     """The older name of fedshift page --live."""
-    from fedshift.cli.report_page import watch as watch_folder
+    from fedshift.cli.show import watch as watch_folder
 
     watch_folder(folder, port)
 

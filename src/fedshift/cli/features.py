@@ -23,8 +23,7 @@ from rich.text import Text
 from fedshift.cli.console import escape, safe_console
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.environment import threads_set
-from fedshift.experiment.feature_cache import SiteFeatures, Watcher
-from fedshift.experiment.features import all_features
+from fedshift.experiment.features import SiteFeatures, Watcher, all_features
 
 
 def features_file(path: Path, overrides: Sequence[str]) -> None:

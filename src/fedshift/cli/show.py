@@ -17,6 +17,7 @@ from fedshift.report.report import report_of, verdict_of
 from fedshift.report.table import Table
 from fedshift.report.table_formats import FORMATS, terminal
 from fedshift.report.table_picture import picture
+from fedshift.report.watch.live_page import ADDRESS, server
 from fedshift.text import json_text
 
 
@@ -80,3 +81,28 @@ def print_paragraphs(answer: Verdict) -> None:
         console.print(f"\n{heading}", style="bold", markup=False, highlight=False)
         for line in lines:
             console.print(line, markup=False, highlight=False)
+
+
+def write_report(folder: Path) -> None:
+    """Write the page of the finished runs below ``folder``, and print its path.
+
+    UserError if there is no finished run, or the page cannot be written.
+    """
+    from fedshift.report.collect import collect  # what only watches runs needs no drawings
+    from fedshift.report.page import write_page
+    from fedshift.report.report import whole_report
+
+    typer.echo(write_page(folder, whole_report(collect(folder))))
+
+
+def watch(folder: Path, port: int) -> None:
+    """Serve the page of ``folder`` to this machine until Ctrl-C.
+
+    UserError if there is no such folder, or the port is taken.
+    """
+    with server(folder, port) as serving:
+        typer.echo(f"http://{ADDRESS}:{serving.server_port}/ shows {folder}; Ctrl-C ends it", err=True)
+        try:
+            serving.serve_forever()
+        except KeyboardInterrupt:
+            typer.echo("ended; the runs go on", err=True)

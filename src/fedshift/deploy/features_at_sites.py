@@ -16,8 +16,7 @@ import torch
 from fedshift.data.domain import DataSet, Domain, Preprocessing
 from fedshift.deploy.site_file import Holding
 from fedshift.errors import Refused, UserError
-from fedshift.experiment.feature_cache import Watcher, site_features
-from fedshift.experiment.features import features_preprocessing
+from fedshift.experiment.features import Watcher, features_preprocessing, site_features
 from fedshift.federation.site_runner import Setting
 from fedshift.models.network_options import NetworkOptions
 from fedshift.models.networks.clip import ClipText

@@ -93,19 +93,19 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
 
 def _notes(about: About) -> Iterator[str]:
     for check in OF_EXPERIMENT:
-        yield from check(about)
+        yield from check(about) or ()
     for method in about.experiment.methods:
         yield from _notes_of(about, method)
     for check in OF_ALL_RUNS:
-        yield from check(about)
+        yield from check(about) or ()
 
 
 def _notes_of(about: About, method: Method) -> Iterator[str]:
     for check in OF_METHOD_ALONE:
-        yield from check(about, method)
+        yield from check(about, method) or ()
     for sources in sorted({len(labelled) for labelled, _ in about.roles}):
         network = fixed_weights.trained_network(about, method, sources)
         for fits in OF_NETWORK:
-            yield from fits(about, method, network)
+            yield from fits(about, method, network) or ()
     for check in OF_METHOD_AMONG_SITES:
-        yield from check(about, method)
+        yield from check(about, method) or ()

@@ -17,7 +17,7 @@ from fedshift.evaluation.records import RunResult
 from fedshift.experiment.protocols.index import protocol_of
 from fedshift.federation.training import SAME_BITS
 from fedshift.methods.index import ENTRIES
-from fedshift.report.note import Note
+from fedshift.report.measures import Note
 from fedshift.report.pairs import ALONE
 from fedshift.text import yaml_value
 

@@ -84,3 +84,41 @@ def measure_of(name: str, results: Sequence[RunResult]) -> Measure:
     if name not in known:
         raise UserError(f"--metric: these results have no '{name}'; {nearest(name, known)}")
     return MEASURES[name]
+
+
+Kind = Literal[
+    "average",
+    "baseline",
+    "below",
+    "choice",
+    "estimate",
+    "explained",
+    "few",
+    "gain",
+    "harmonic",
+    "measure",
+    "none",
+    "partial",
+    "privacy",
+    "progress",
+    "repeats",
+    "scale",
+    "seeds",
+    "selection",
+    "sent",
+    "settings",
+    "steps",
+    "trained",
+    "used",
+    "warning",
+    "work",
+]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A sentence below a table, with what it is about."""
+
+    kind: Kind  # what it is about
+    text: str  # the sentence
+    parts: tuple[str, ...] = ()  # what it is made of, for a page that says the same in fewer words

@@ -12,8 +12,7 @@ from fedshift.evaluation.metric_entries import Metric
 from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.summary import AVERAGE, Row, rows
-from fedshift.report.measures import DISTANCES, METRICS, Measure
-from fedshift.report.note import Note
+from fedshift.report.measures import DISTANCES, METRICS, Measure, Note
 
 ALONE = "alone"
 """Name of the method in which every labelled site trains alone."""

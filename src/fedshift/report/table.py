@@ -31,8 +31,7 @@ from fedshift.report.conditions import Conditions, badges_of, scale_note, traine
 from fedshift.report.differences import LEVEL, Difference, differences
 from fedshift.report.estimates import Estimates, sentences
 from fedshift.report.like_for_like import NOTHING, Comparable, comparable, unlike_seeds
-from fedshift.report.measures import ACCURACY, DISTANCES, MEASURES, METRICS, Measure, measure_of
-from fedshift.report.note import Note
+from fedshift.report.measures import ACCURACY, DISTANCES, MEASURES, METRICS, Measure, Note, measure_of
 from fedshift.text import decimals, in_unit, join_names
 
 WORST, GAP, SPREAD = "worst site", "gap between sites", "spread over sites"

@@ -10,10 +10,9 @@ import yaml
 from pydantic import Field, PositiveInt, model_validator
 
 from fedshift.data.domain import Task
-from fedshift.data.published.array_files import Mat, Npz, Pickles
+from fedshift.data.published.array_files import Mat, Npz, Pickles, Rows
 from fedshift.data.published.image_files import Folders, Lists, Table
 from fedshift.data.published.mask_files import Levels, Volumes
-from fedshift.data.published.row_files import Rows
 from fedshift.section import Section
 
 Layout = Annotated[Folders | Lists | Table | Npz | Pickles | Mat | Levels | Volumes | Rows, Field(discriminator="kind")]

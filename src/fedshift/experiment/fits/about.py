@@ -67,9 +67,9 @@ class About:
         return start
 
 
-OfExperiment = Callable[[About], Iterator[str]]
-"""A check: it raises UserError with the reason why something does not fit, and yields warnings about what does."""
-OfMethod = Callable[[About, Method], Iterator[str]]
+OfExperiment = Callable[[About], Iterator[str] | None]
+"""A check: it raises UserError with the reason why something does not fit, and may yield warnings about what does."""
+OfMethod = Callable[[About, Method], Iterator[str] | None]
 """The same for each method."""
-OfNetwork = Callable[[About, Method, Network], Iterator[str]]
+OfNetwork = Callable[[About, Method, Network], Iterator[str] | None]
 """The same for each network that the sites of a method train: one for each number of sources that runs have."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
 from fedshift.methods.base import Method
 
 
-def fits(about: About, method: Method) -> Iterator[str]:
+def fits(about: About, method: Method) -> None:
     """Check that an average that looks at the sources' held-out parts after every round can do so."""
     every = about.experiment.training.measure_every
     if method.average is None or not method.average.judges:
@@ -24,4 +22,3 @@ def fits(about: About, method: Method) -> Iterator[str]:
             f"methods: {method.display}: average: it looks at every round, and training.measure_every is {every}: "
             "leave that out, or choose swa or ema"
         )
-    yield from ()

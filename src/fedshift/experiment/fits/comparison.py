@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import UserError
@@ -13,7 +11,7 @@ from fedshift.evaluation.records import ERRORS
 from fedshift.experiment.fits.about import About
 
 
-def protocol_fits(about: About) -> Iterator[str]:
+def protocol_fits(about: About) -> None:
     """Check that the protocol can compare what the task is measured by."""
     protocol, data = about.experiment.protocol, about.data
     if protocol.both_sides and measuring_of(objective_of(data.preprocessing)).metric in ERRORS:
@@ -22,10 +20,9 @@ def protocol_fits(about: About) -> Iterator[str]:
             f"number, so the better side's of two errors, and {data.task} is compared by errors: use leave_one_out or "
             "adapt_to_one"
         )
-    yield from ()
 
 
-def headline_fits(about: About) -> Iterator[str]:
+def headline_fits(about: About) -> None:
     """Check that the headline can be measured on these data."""
     headline, data = about.experiment.evaluation.headline, about.data
     if headline != "accuracy" and data.task == "segmentation":
@@ -44,10 +41,9 @@ def headline_fits(about: About) -> Iterator[str]:
             f"evaluation.headline: {headline} needs two classes, but data set {data.name} has {len(data.classes)}: "
             "choose balanced_accuracy or auroc"
         )
-    yield from ()
 
 
-def targets_fit(about: About) -> Iterator[str]:
+def targets_fit(about: About) -> None:
     """Check that something can be measured at every target."""
     plan, protocol = about.plan, about.experiment.protocol
     measuring = measuring_of(objective_of(about.data.preprocessing))
@@ -62,4 +58,3 @@ def targets_fit(about: About) -> Iterator[str]:
                     f"data: at site '{site}' no two samples can be compared, since no event was seen before another "
                     "time: take more samples, or do not measure there"
                 )
-    yield from ()

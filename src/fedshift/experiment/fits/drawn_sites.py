@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
 from fedshift.methods.base import Method
 from fedshift.methods.robust import Trust
 
 
-def fits(about: About) -> Iterator[str]:
+def fits(about: About) -> None:
     """Check that a round can do without the sources that are not drawn for it."""
     drawn, sources, quorum = about.drawn, about.fewest_sources, about.engine.quorum
     if drawn is None:
@@ -32,7 +30,6 @@ def fits(about: About) -> Iterator[str]:
             "protocol.sites_per_round: sums of drawn sites differ by a few, and these differences show single "
             "models, which aggregation: secure hides: leave it out, or write training.privacy"
         )
-    yield from ()
 
 
 def _needs_all(method: Method) -> str:

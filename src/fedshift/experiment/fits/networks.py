@@ -14,18 +14,16 @@ from fedshift.methods.composition.options import training_of
 from fedshift.models.network import Network
 
 
-def start_fits(about: About) -> Iterator[str]:
+def start_fits(about: About) -> None:
     """Check that the network can be made for the samples, and that one of the user's own trains."""
     experiment, start = about.experiment, about.start
     if experiment.model.code is not None:
         try_training(start, experiment.model, experiment.training, about.data.input_shape)
-    yield from ()
 
 
-def method_fits(about: About, method: Method, network: Network) -> Iterator[str]:
+def method_fits(about: About, method: Method, network: Network) -> None:
     """Check that the network has what a method's equations and options need."""
     method.check(network)
-    yield from ()
 
 
 def samples_fit(about: About) -> Iterator[str]:

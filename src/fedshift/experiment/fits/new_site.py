@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fedshift.data.tasks.objective import CLASSES
 from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
@@ -13,7 +11,7 @@ from fedshift.models.network import Network
 from fedshift.models.normalisation import batch_norms
 
 
-def fits(about: About, method: Method, network: Network) -> Iterator[str]:
+def fits(about: About, method: Method, network: Network) -> None:
     """Check that there is an unseen site, and that the network can adapt in the way that an option asks for."""
     protocol, unfit = about.experiment.protocol, {}
     if method.batch_norm_at_new_site is not None:
@@ -27,4 +25,3 @@ def fits(about: About, method: Method, network: Network) -> Iterator[str]:
             reason = f"protocol {protocol.kind} has no unseen site"
         if reason:
             raise UserError(f"methods: {method.display}: {option}: {reason}; leave it out")
-    yield from ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
 from fedshift.methods.base import Method
@@ -11,7 +9,7 @@ from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models.network import Network
 
 
-def fits(about: About, method: Method, network: Network) -> Iterator[str]:
+def fits(about: About, method: Method, network: Network) -> None:
     """Check that each goes with the network and the samples."""
     for plug_in in method.at_sites(about.data.input_shape).local:
         try:
@@ -19,7 +17,6 @@ def fits(about: About, method: Method, network: Network) -> Iterator[str]:
         except UserError as error:
             where = "local." if plug_in in method.local else ""
             raise UserError(f"methods: {method.display}: {where}{error}") from None
-    yield from ()
 
 
 def _check(plug_in: LocalOption, about: About, network: Network) -> None:

@@ -24,7 +24,7 @@ def fits(about: About) -> Iterator[str]:
         raise UserError(f"training.compile: it needs {what}, which is not here: leave it out")
 
 
-def method_fits(about: About, method: Method) -> Iterator[str]:
+def method_fits(about: About, method: Method) -> None:
     """Check that all gradients of a method are those of `Site.minimise`, where others would be wrong or slow."""
     training = training_of(method, about.experiment.training)
     options = {"compile": training.compile, "precision: fp16": training.precision == "fp16"}
@@ -36,4 +36,3 @@ def method_fits(about: About, method: Method) -> Iterator[str]:
         reason = "has plug-ins of local training"
     if asked and reason:
         raise UserError(f"training.{asked[0]}: {method.display} {reason}, or leave it out")
-    yield from ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
 from fedshift.methods.base import Method
@@ -11,7 +9,7 @@ from fedshift.methods.composition.options import preparation_of
 from fedshift.models.network import Network
 
 
-def fits(about: About, method: Method, network: Network) -> Iterator[str]:
+def fits(about: About, method: Method, network: Network) -> None:
     """Check that it goes with the network, the samples and the number of sources."""
     prepared = preparation_of(method)
     if prepared is not None:
@@ -20,4 +18,3 @@ def fits(about: About, method: Method, network: Network) -> Iterator[str]:
             prepared.check(network, about.data.input_shape, sources)
         except UserError as error:
             raise UserError(f"methods: {method.display}: {error}") from None
-    yield from ()

@@ -15,7 +15,7 @@ from fedshift.methods.composition.options import preparation_of
 from fedshift.models.network import Network
 
 
-def task_fits(about: About) -> Iterator[str]:
+def task_fits(about: About) -> None:
     """Check that what is learned has a loss of each sample, whose gradient can be clipped."""
     if about.experiment.training.privacy is None:
         return
@@ -29,14 +29,12 @@ def task_fits(about: About) -> Iterator[str]:
             "training.privacy: Cox's partial likelihood compares a sample with the others of its mini-batch, so no "
             f"sample's gradient can be clipped, and the data are for {about.data.task}: leave it out"
         )
-    yield from ()
 
 
-def network_fits(about: About, method: Method, network: Network) -> Iterator[str]:
+def network_fits(about: About, method: Method, network: Network) -> None:
     """Check that a method can train this network privately."""
     if about.experiment.training.privacy is not None:
         check_private(method, network, about.data.input_shape)
-    yield from ()
 
 
 def check_private(method: Method, network: Network, input_shape: tuple[int, ...]) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
 
 
-def fits(about: About) -> Iterator[str]:
+def fits(about: About) -> None:
     """Check that as many sites take part in a run."""
     quorum, unseen = about.engine.quorum, about.experiment.protocol.unseen
     most = max(len(sources) + (0 if unseen else len(others)) for sources, others in about.roles)
@@ -17,4 +15,3 @@ def fits(about: About) -> Iterator[str]:
             f"engine.quorum: {quorum} sites must answer, but at most {most} train in a run: lower it, or leave it out "
             "to wait for all"
         )
-    yield from ()

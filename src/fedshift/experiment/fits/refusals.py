@@ -9,7 +9,7 @@ from fedshift.experiment.fits.about import About
 from fedshift.methods.base import Method
 
 
-def data_fit(about: About) -> Iterator[str]:
+def data_fit(about: About) -> None:
     """Check that sites that refuse are there, and that none refuses what the data set needs."""
     engine, source = about.engine, about.experiment.data
     for site in engine.refuse_at:
@@ -21,7 +21,6 @@ def data_fit(about: About) -> Iterator[str]:
                 f"engine.refuse: sites refuse {kind}, which data set {source.name} needs for a common "
                 "encoding: take the kind out or choose another data set"
             )
-    yield from ()
 
 
 def method_fits(about: About, method: Method) -> Iterator[str]:

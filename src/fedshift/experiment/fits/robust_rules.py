@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fedshift.errors import UserError
 from fedshift.experiment.fits.about import About
 from fedshift.experiment.protocols.base import Roles
@@ -11,7 +9,7 @@ from fedshift.methods.base import Method
 from fedshift.methods.robust import Rule
 
 
-def fits(about: About, method: Method) -> Iterator[str]:
+def fits(about: About, method: Method) -> None:
     """Check that a rule can work on the replies of the sites that are asked, and of those that a quorum leaves."""
     rule = method.robust
     if rule is not None:
@@ -20,7 +18,6 @@ def fits(about: About, method: Method) -> Iterator[str]:
                 _check(rule, method, roles, about)
             except UserError as error:
                 raise UserError(f"methods: {method.display}: robust.{error}") from None
-    yield from ()
 
 
 def _check(rule: Rule, method: Method, roles: Roles, about: About) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fedshift.experiment.config.engine_section import Engine
 from fedshift.experiment.fits.about import About
 from fedshift.federation.local.stacked import check_side_by_side, faster_side_by_side, no_side_by_side
@@ -13,14 +11,13 @@ from fedshift.methods.composition.options import training_of
 from fedshift.models.network import Network
 
 
-def fits(about: About, method: Method, network: Network) -> Iterator[str]:
+def fits(about: About, method: Method, network: Network) -> None:
     """Check that the sites of a method can be stacked."""
     if about.engine.sites == "side_by_side":
         plugged = bool(method.at_sites(about.data.input_shape).local)
         training, in_parts = training_of(method, about.experiment.training), method.calls.come_in_parts
         shape = about.data.input_shape
         check_side_by_side(method.display, network, training, shape, in_parts=in_parts, plugged=plugged)
-    yield from ()
 
 
 def trains_side_by_side(engine: Engine, method: Method, setting: Setting, network: Network) -> bool:

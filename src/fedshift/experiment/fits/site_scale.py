@@ -35,8 +35,7 @@ def fits(about: About) -> Iterator[str]:
         )
 
 
-def method_fits(about: About, method: Method) -> Iterator[str]:
+def method_fits(about: About, method: Method) -> None:
     """Check that a method does not pool images in the scales of their sites."""
     if method.traits.pooled:
         check_pooled_scales(about.data.preprocessing)
-    yield from ()

@@ -20,7 +20,7 @@ def network_fits(about: About) -> Iterator[str]:
         yield "HD95 is not measured without MONAI: pip install 'fedshift[volumes]'"
 
 
-def class_weights_fit(about: About) -> Iterator[str]:
+def class_weights_fit(about: About) -> None:
     """Check that samples have classes, where they are drawn by class."""
     data, common = about.data, about.experiment.training
     sections = [common, *(training_of(method, common) for method in about.experiment.methods)]
@@ -28,10 +28,9 @@ def class_weights_fit(about: About) -> Iterator[str]:
         training.for_classes(data.classes)
     if data.task != "classification" and any(training.class_weights is not None for training in sections):
         raise UserError(f"training.class_weights: an image of data set {data.name} has no single class; leave it out")
-    yield from ()
 
 
-def method_fits(about: About, method: Method) -> Iterator[str]:
+def method_fits(about: About, method: Method) -> None:
     """Check that a method is one for the task."""
     task = about.data.task
     if task not in method.traits.tasks:
@@ -42,4 +41,3 @@ def method_fits(about: About, method: Method) -> Iterator[str]:
             f"methods: {method.display} is a method for {' and '.join(method.traits.tasks)}{because}, but data set "
             f"{about.data.name} is for {task}: choose {', '.join(fitting)}"
         )
-    yield from ()

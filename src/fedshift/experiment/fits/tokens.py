@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from fedshift.data.domain import NO_TOKEN, SparseRows
@@ -15,7 +13,7 @@ from fedshift.models.made_up import reads_tokens
 from fedshift.models.own.forward_trial import SAMPLES, forward, line_of, one_line
 
 
-def network_fits(about: About) -> Iterator[str]:
+def network_fits(about: About) -> None:
     """Check that a network of tokens has tokens to read, that tokens have such a network, and that it knows them."""
     options, data = about.experiment.model, about.data
     if data.preprocessing.kind != "tokens":
@@ -31,7 +29,6 @@ def network_fits(about: About) -> Iterator[str]:
             "choose an hf: network or one of your own; if they are numbers, convert x to float32"
         )
     _check_vocabulary(about)
-    yield from ()
 
 
 def _check_vocabulary(about: About) -> None:
@@ -53,7 +50,7 @@ def _check_vocabulary(about: About) -> None:
             raise UserError(f"model '{name}' fails on {what}{line_of(error)}: {one_line(error)}; {advice}") from error
 
 
-def method_fits(about: About, method: Method) -> Iterator[str]:
+def method_fits(about: About, method: Method) -> None:
     """Check, on made-up tokens, that a method does not calculate with them."""
     if about.data.preprocessing.kind == "tokens":
         method.check_samples(Samples(about.data.input_shape, tokens=True))
@@ -66,4 +63,3 @@ def method_fits(about: About, method: Method) -> Iterator[str]:
                 f"methods: {method.display} cannot learn from tokens, with which nobody can calculate "
                 f"({one_line(cause)}): choose another method or another setting"
             ) from error
-    yield from ()

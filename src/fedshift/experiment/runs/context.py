@@ -10,7 +10,7 @@ from typing import Self
 from fedshift.data.domain import DataSet
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.experiment.distance import proxy_distances
-from fedshift.experiment.feature_cache import Watcher
+from fedshift.experiment.features import Watcher
 from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.federation.local.cards import Card
 from fedshift.federation.local.pool import Pool, WorkerPool
