@@ -180,3 +180,29 @@ def escape_latex(text: str) -> str:
         'csac\\\\_v1 \\\\& 50\\\\%'
     """
     return "".join(_LATEX.get(letter, letter) for letter in printable(text))
+
+
+def clock(seconds: float) -> str:
+    """Seconds as minutes and seconds, with hours where there are any.
+
+    Example:
+        >>> clock(75), clock(3661)
+        ('1:15', '1:01:01')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def size_in_words(number: float, one: str = "B") -> str:
+    """Bytes, kB, MB, GB or TB.
+
+    Example:
+        >>> size_in_words(999), size_in_words(1500)
+        ('999 B', '1.5 kB')
+    """
+    for unit in (one, "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == one else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"

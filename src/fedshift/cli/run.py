@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -57,15 +58,11 @@ def run_file(
     ``samples`` the page shows samples too. See `run_experiment` for ``shard``, here as "i/n", and ``wait``.
     """
     errors = safe_console(stderr=True)
-    try:
-        part = part_of(shard)
-        with heed_signals() as stop:
-            experiment, callbacks = load(path, overrides), [tracker(name) for name in trackers]
-            train = partial(run_experiment, callbacks=callbacks, stop=stop.check, shard=part, wait=wait)
-            left = _run(experiment, runs, errors, train, samples)
-    except KeyboardInterrupt:
-        errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
-        sys.exit(130)
+    part = part_of(shard)
+    with resumable(errors), heed_signals() as stop:
+        experiment, callbacks = load(path, overrides), [tracker(name) for name in trackers]
+        train = partial(run_experiment, callbacks=callbacks, stop=stop.check, shard=part, wait=wait)
+        left = _run(experiment, runs, errors, train, samples)
     if left:
         sys.exit(ELSEWHERE)
 
@@ -76,6 +73,16 @@ def part_of(text: str | None) -> tuple[int, int]:
     if parts is None or not 1 <= int(parts[1]) <= int(parts[2]):
         raise UserError(f"--shard {text}: give i/n, such as 2/4 for the second of four parts")
     return int(parts[1]), int(parts[2])
+
+
+@contextmanager
+def resumable(errors: Console) -> Iterator[None]:
+    """Tell whoever stops a command by Ctrl-C how it goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
+        sys.exit(130)
 
 
 Train = Callable[[Experiment, Path, Reporter], object]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ import yaml
 from rich.console import Console
 
 from fedshift.cli.console import safe_console
-from fedshift.cli.run import reporter_at
+from fedshift.cli.run import reporter_at, resumable
 from fedshift.errors import TrainingDiverged, UserError
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.check import check
@@ -57,12 +56,8 @@ def search_file(
     if plan_only:
         return
     folder = runs / f"{experiment.name}-search"
-    try:
-        with heed_signals() as stop:
-            climbed = _climb(experiment, ladder, out, budget, partial(_run_part, folder, errors, stop))
-    except KeyboardInterrupt:
-        errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
-        sys.exit(130)
+    with resumable(errors), heed_signals() as stop:
+        climbed = _climb(experiment, ladder, out, budget, partial(_run_part, folder, errors, stop))
     best = climbed[-1].going_on
     page = folder / "search.md"
     write_bytes(page, search_page(climbed, out, budget).encode())
@@ -81,15 +76,11 @@ def draw_file(experiment: Experiment, runs: Path, keep_out: Sequence[str], plan_
     whole = with_draws(experiment, draws, out)
     plan = Plan(whole, whole.protocol.taking_part(build_data(whole)))
     check_rules(whole, search.rules, plan.data)
-    try:
-        with heed_signals() as stop:
-            train = partial(_run_part, folder, errors, stop)
-            trials = (_in_turn if search.sampler == "optuna" else _at_once)(
-                experiment, out, plan, errors, None if plan_only else train
-            )
-    except KeyboardInterrupt:
-        errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
-        sys.exit(130)
+    with resumable(errors), heed_signals() as stop:
+        train = partial(_run_part, folder, errors, stop)
+        trials = (_in_turn if search.sampler == "optuna" else _at_once)(
+            experiment, out, plan, errors, None if plan_only else train
+        )
     if plan_only:
         return
     chosen = [

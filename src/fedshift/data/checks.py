@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
 
@@ -16,6 +16,7 @@ from fedshift.data.codings import quote
 from fedshift.data.domain import NO_TOKEN, DataSet, Domain, SparseRows
 from fedshift.data.splits import TEST, TRAIN
 from fedshift.errors import UserError
+from fedshift.text import join_names
 
 TINY_SITE = 10
 _ROWS_AT_ONCE = 4096
@@ -264,7 +265,11 @@ def _absent(dataset: DataSet) -> Iterator[str]:
     for label in dataset.classes:
         if sites := [name for name, absent in lacking.items() if label in absent]:
             where = f"{len(sites)} of {len(dataset.domains)} sites have no sample of {what} {label}"
-            yield f"{where} ({_first(sites)}): reported per {what}, not an error"
+            yield f"{where} ({_quoted(sites)}): reported per {what}, not an error"
+
+
+def _quoted(sites: Iterable[str]) -> str:
+    return join_names([f"'{site}'" for site in sites], _MOST_LINES)
 
 
 def _tiny(dataset: DataSet) -> Iterator[str]:
@@ -276,12 +281,7 @@ def _tiny(dataset: DataSet) -> Iterator[str]:
         )
         return
     where = f"{len(tiny)} of {len(dataset.domains)} sites have fewer than {TINY_SITE} samples"
-    yield f"{where} ({_first([*tiny])}): their numbers will be rough"
-
-
-def _first(sites: Sequence[str]) -> str:
-    more = f" and {len(sites) - _MOST_LINES} more" if len(sites) > _MOST_LINES else ""
-    return ", ".join(f"'{site}'" for site in sites[:_MOST_LINES]) + more
+    yield f"{where} ({_quoted(tiny)}): their numbers will be rough"
 
 
 def absent_classes(dataset: DataSet, domain: Domain) -> tuple[str, ...]:

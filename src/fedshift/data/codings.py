@@ -164,7 +164,7 @@ def missing_warnings(columns: Counted) -> Iterator[str]:
             if missing >= _ALMOST_ALL * rows
         ]
         if empty:
-            yield f"column '{column}' has no value, or almost none, at {_of_sites(empty)}"
+            yield f"column '{column}' has no value, or almost none, at {join_names(empty, _MOST_SITES)}"
 
 
 def number_warnings(numbers: Numbers, codes: Mapping[str, Sequence[float]]) -> Iterator[str]:
@@ -329,14 +329,8 @@ def _list_some(parts: Sequence[str]) -> str:
     return "; ".join(parts[:_MOST_NAMED]) + more
 
 
-def _of_sites(parts: Sequence[str]) -> str:
-    more = f" and {len(parts) - _MOST_SITES} more" if len(parts) > _MOST_SITES else ""
-    return ", ".join(parts[:_MOST_SITES]) + more
-
-
 def _names(sites: Sequence[str]) -> str:
-    more = f" and {len(sites) - _MOST_NAMED} more" if len(sites) > _MOST_NAMED else ""
-    return ", ".join(f"'{site}'" for site in sites[:_MOST_NAMED]) + more
+    return join_names([f"'{site}'" for site in sites], _MOST_NAMED)
 
 
 def _has(sites: Sequence[str]) -> str:
@@ -371,7 +365,7 @@ def _codes(column: str, sites: Mapping[str, Column], codes: Sequence[float]) -> 
     ]
     means = "it means" if len(codes) == 1 else "they mean"
     yield (
-        f"{column} has {_of_sites(where)}, the other values are {mean:.4g} ± {deviation:.3g}: if {means} "
+        f"{column} has {join_names(where, _MOST_SITES)}, the other values are {mean:.4g} ± {deviation:.3g}: if {means} "
         "missing, set data.missing_values, or leave such cells empty"
     )
 

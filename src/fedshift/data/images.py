@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,7 @@ Window = tuple[float, float]
 """Centre and width of the values that become black to white."""
 Values = npt.NDArray[Any]
 Grey = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def in_zip(archive: zipfile.ZipFile, name: str) -> ImageFile:
 
 
 def _does_not_decode(file: ImageFile) -> UserError:
-    if _is_dicom(file):
+    if begins_as_dicom(file):
         return UserError(f"image {file.name} holds DICOM: give it the ending .dcm")
     return UserError(
         f"image {file.name} does not decode (truncated, not an image, or none of {', '.join(FORMATS)}): replace or "
@@ -128,28 +129,25 @@ def _does_not_decode(file: ImageFile) -> UserError:
     )
 
 
-def _is_dicom(file: ImageFile) -> bool:
+def begins_as_dicom(file: ImageFile) -> bool:
+    """Whether a file begins with the preamble of DICOM (PS3.10 7.1): 128 bytes, then DICM."""
     try:
         with file.open() as stream:
-            return begins_as_dicom(stream)
+            return stream.read(132)[128:] == b"DICM"
     except OSError:
         return False
 
 
-def begins_as_dicom(stream: IO[bytes]) -> bool:
-    """Whether a stream begins with the preamble of DICOM (PS3.10 7.1): 128 bytes, then DICM."""
-    return stream.read(132)[128:] == b"DICM"
-
-
 def has_colour(files: Sequence[ImageFile]) -> bool:
     """Whether any image is stored in colour (RGB, palette, CMYK …). Stops at the first one."""
-    return any(_mode(file) not in _GREY_MODES for file in files)
+    return any(_ask(file, lambda image: image.mode) not in _GREY_MODES for file in files)
 
 
-def _mode(file: ImageFile) -> str:
+def _ask(file: ImageFile, question: Callable[[Image.Image], T]) -> T:
+    """What the header of an image says."""
     try:
         with file.open() as stream, Image.open(stream, formats=FORMATS) as image:
-            return str(image.mode)
+            return question(image)
     except _UNREADABLE as error:
         raise _does_not_decode(file) from error
 
@@ -297,12 +295,12 @@ def _not_black(image: Image.Image) -> Image.Image:
 
 def size_of(file: ImageFile) -> tuple[int, int]:
     """Width and height of an image as it is displayed, without decoding its pixels."""
-    try:
-        with file.open() as stream, Image.open(stream, formats=FORMATS) as image:
-            turned = image.getexif().get(_ORIENTATION, 1) > 4  # EXIF orientations 5 to 8 swap the sides
-            return (image.height, image.width) if turned else (image.width, image.height)
-    except _UNREADABLE as error:
-        raise _does_not_decode(file) from error
+
+    def sides(image: Image.Image) -> tuple[int, int]:
+        turned = image.getexif().get(_ORIENTATION, 1) > 4  # EXIF orientations 5 to 8 swap the sides
+        return (image.height, image.width) if turned else (image.width, image.height)
+
+    return _ask(file, sides)
 
 
 def _has_pages(image: Image.Image) -> bool:
@@ -312,15 +310,7 @@ def _has_pages(image: Image.Image) -> bool:
 
 def paged_files(files: Sequence[ImageFile]) -> list[int]:
     """The numbers of the files that have further pages or frames, without decoding pixels."""
-    return [number for number, file in enumerate(files) if _opens_with_pages(file)]
-
-
-def _opens_with_pages(file: ImageFile) -> bool:
-    try:
-        with file.open() as stream, Image.open(stream, formats=FORMATS) as image:
-            return _has_pages(image)
-    except _UNREADABLE as error:
-        raise _does_not_decode(file) from error
+    return [number for number, file in enumerate(files) if _ask(file, _has_pages)]
 
 
 def pages_warning(names: Sequence[str]) -> str:
@@ -337,16 +327,7 @@ def first_names(names: Iterable[object]) -> str:
 
 def some_sides(files: Sequence[ImageFile], most: int = 16) -> tuple[int, ...]:
     """The shorter sides of some of the images, evenly spaced, in pixels."""
-    return tuple(_shorter_side(file) for file in files[:: max(1, -(-len(files) // most))])
-
-
-def _shorter_side(file: ImageFile) -> int:
-    """The shorter side, which no orientation changes: reading that of a PNG would decode its pixels."""
-    try:
-        with file.open() as stream, Image.open(stream, formats=FORMATS) as image:
-            return min(image.size)
-    except _UNREADABLE as error:
-        raise _does_not_decode(file) from error
+    return tuple(_ask(file, lambda image: min(image.size)) for file in files[:: max(1, -(-len(files) // most))])
 
 
 def unreadable(files: Sequence[ImageFile], window: Window | None = None) -> list[str]:

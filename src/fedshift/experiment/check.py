@@ -26,6 +26,7 @@ from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_record
 from fedshift.experiment.costs import DryRun, Spent, dry_run_of, spent_by_experiment, traffic, trained_of
+from fedshift.experiment.environment import threads_set
 from fedshift.experiment.export import export
 from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan, PlannedRun, model_metadata
@@ -35,7 +36,6 @@ from fedshift.experiment.runs.evaluator import Evaluator
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.run_folder import MODEL, model_file, run_folder
 from fedshift.experiment.trial import try_method
-from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.local.cards import resolve_device
 from fedshift.federation.messages import promised_kinds
 from fedshift.federation.site import Site
@@ -316,20 +316,17 @@ class _Clock:
         kind = training.batch_size, training.optimizer, frozen
         if kind not in self.timed:
             experiment = self.experiment.model_copy(update={"training": training})
-            self.timed[kind] = _seconds_per_batch(experiment, self.data, self.device, self.threads, frozen=frozen)
+            with threads_set(self.threads):
+                self.timed[kind] = _seconds_per_batch(experiment, self.data, self.device, frozen=frozen)
         return self.timed[kind]
 
     def measuring(self, personal: bool) -> MeasuringTime:
         """Seconds to measure a model; ``personal``: each site predicts with one of its own."""
         if personal not in self.measured:
-            before = torch.get_num_threads()
-            torch.set_num_threads(self.threads)
-            try:
+            with threads_set(self.threads):
                 self.measured[personal] = _seconds_to_measure(
                     self.experiment, self.data, self.device, personal=personal
                 )
-            finally:
-                torch.set_num_threads(before)
         return self.measured[personal]
 
 
@@ -509,42 +506,36 @@ def _fastest(call: Callable[..., object], *arguments: object) -> float:
     return min(seconds)
 
 
-def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threads: int, *, frozen: bool) -> float:
+def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, *, frozen: bool) -> float:
     """Seconds of one mini-batch: the median over mini-batches of the largest domain, with the task's loss.
 
     It is 0 for a frozen backbone in an experiment that freezes none.
     """
     if frozen and not experiment.training.thaw_after:
         return 0.0
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    keep_freed_memory()
-    try:
-        domain = max(data.domains.values(), key=len)
-        rows = torch.arange(min(len(domain), experiment.training.batch_size * _TIMED_BATCHES)).numpy()
-        view = SiteData([(domain, rows, 0)], _in_any_scale(data), experiment.training.augmentation, device)
-        training = experiment.training
-        network = training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device)
-        freeze_backbone(network, frozen)
-        network = training.prepare(network).train()
-        site = Site(
-            name=domain.name,
-            role="source",
-            classes=len(data.classes),
-            domains=1,
-            training=training.model_copy(update={"privacy": None, "thaw_after": 0}),
-            memory=SiteMemory(()),
-            seed=0,
-            device=torch.device(device),
-            network=network,
-            data=view,
-            objective=objective_of(data.preprocessing),
-        )
-        seconds = _steps_of(site, network, 2 * _TIMED_BATCHES)  # the first half warms up
-        timed = sorted(seconds[len(seconds) // 2 :])
-        return timed[len(timed) // 2]
-    finally:
-        torch.set_num_threads(before)
+    domain = max(data.domains.values(), key=len)
+    rows = torch.arange(min(len(domain), experiment.training.batch_size * _TIMED_BATCHES)).numpy()
+    view = SiteData([(domain, rows, 0)], _in_any_scale(data), experiment.training.augmentation, device)
+    training = experiment.training
+    network = training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device)
+    freeze_backbone(network, frozen)
+    network = training.prepare(network).train()
+    site = Site(
+        name=domain.name,
+        role="source",
+        classes=len(data.classes),
+        domains=1,
+        training=training.model_copy(update={"privacy": None, "thaw_after": 0}),
+        memory=SiteMemory(()),
+        seed=0,
+        device=torch.device(device),
+        network=network,
+        data=view,
+        objective=objective_of(data.preprocessing),
+    )
+    seconds = _steps_of(site, network, 2 * _TIMED_BATCHES)  # the first half warms up
+    timed = sorted(seconds[len(seconds) // 2 :])
+    return timed[len(timed) // 2]
 
 
 def _steps_of(site: Site, network: Network, steps: int) -> list[float]:

@@ -15,7 +15,7 @@ from fedshift.experiment.predict import TrainedModel
 from fedshift.experiment.protocols.base import EVERY_SITE
 from fedshift.extras import import_extra
 from fedshift.text import escape_markdown as text
-from fedshift.text import in_unit, pipes
+from fedshift.text import in_unit, pipes, size_in_words
 
 _TASKS = {
     "table": "tabular-classification",
@@ -24,7 +24,6 @@ _TASKS = {
     "tokens": "text-classification",
 }
 _ORDER = ["library_name", "pipeline_tag", "tags", "metrics", "model-index"]
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _ROWS = {
     "training_samples": "trained with labels",
     "unlabelled_samples": "trained without labels",
@@ -263,7 +262,7 @@ def _traffic(result: RunResult) -> Iterator[str]:
     yield pipes(
         ["kind", "left the sites", "reached the sites"],
         [
-            [kind, _size(result.bytes_up.get(kind, 0)), _size(result.bytes_down.get(kind, 0))]
+            [kind, *(size_in_words(sent.get(kind, 0), "bytes") for sent in (result.bytes_up, result.bytes_down))]
             for kind in dict.fromkeys([*result.bytes_up, *result.bytes_down])
         ],
         "---",
@@ -278,14 +277,6 @@ def _traffic(result: RunResult) -> Iterator[str]:
     yield f"Differential privacy of each site's training {' or '.join(units)}: {result.guarantee}, for the site that"
     yield "paid most. It bounds what the models of this run tell about one of them; neither other runs of the"
     yield "experiment nor the measures above are counted."
-
-
-def _size(number: float) -> str:
-    for unit in _UNITS[:-1]:
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} {_UNITS[-1]}"
 
 
 def _limits(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:

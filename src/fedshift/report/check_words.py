@@ -16,7 +16,7 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.runs.run_folder import check_place
 from fedshift.report.conditions import steps_in_words
 from fedshift.report.folding import Folded
-from fedshift.text import join_names, printable
+from fedshift.text import join_names, printable, size_in_words
 
 FEW = 20
 """So many sites have a row each."""
@@ -196,8 +196,8 @@ def _of_methods(experiment: Experiment, check: Check) -> Iterator[Block]:
             str(method.rounds),
             str(method.mini_batches_per_site),
             _duration(method.hours),
-            _size(method.bytes_up),
-            _size(method.bytes_down),
+            "unknown" if method.bytes_up is None else size_in_words(method.bytes_up),
+            "unknown" if method.bytes_down is None else size_in_words(method.bytes_down),
             ", ".join(method.shares),
             method.reads,
         ]
@@ -287,13 +287,3 @@ def _duration(hours: float) -> str:
     if hours >= 1:
         return f"{hours:.1f} h"
     return f"{hours * 60:.0f} min" if hours * 60 >= 1 else f"{hours * 3600:.0f} s"
-
-
-def _size(number: float | None) -> str:
-    if number is None:
-        return "unknown"
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"

@@ -73,15 +73,7 @@ def is_medical(path: Path) -> bool:
         return False
     if name.endswith(DICOM + NIFTI):
         return True
-    return not is_image(name) and _begins_as_dicom(path)
-
-
-def _begins_as_dicom(path: Path) -> bool:
-    try:
-        with path.open("rb") as stream:
-            return begins_as_dicom(stream)
-    except OSError:
-        return False
+    return not is_image(name) and begins_as_dicom(ImageFile(name, "", lambda: path.open("rb")))
 
 
 def can_read(path: Path) -> bool:

@@ -189,16 +189,12 @@ def _check_one_training(experiment: Experiment, training: Training, path: str) -
         raise UserError(f"{path}.nesterov: needs {path}.momentum above 0")
 
 
-def _training(value: Any, folder: Path) -> BaseModel:
-    return value if isinstance(value, Training) else _section(Training, value, "training")
+def _plain_section(kind: type[BaseModel], path: str) -> Callable[[Any, Path], BaseModel | None]:
+    def parsed(value: Any, folder: Path) -> BaseModel | None:
+        whole = isinstance(value, kind) or (value is None and path == "search")
+        return value if whole else _section(kind, value, path)
 
-
-def _search(value: Any, folder: Path) -> BaseModel | None:
-    return value if value is None or isinstance(value, Search) else _section(Search, value, "search")
-
-
-def _evaluation(value: Any, folder: Path) -> BaseModel:
-    return value if isinstance(value, Evaluation) else _section(Evaluation, value, "evaluation")
+    return parsed
 
 
 def _section(kind: type[BaseModel], value: Any, path: str) -> BaseModel:
@@ -280,10 +276,10 @@ _SECTIONS: Mapping[str, Callable[[Any, Path], Any]] = {
     "model": _model,
     "methods": _methods,
     "protocol": _protocol,
-    "training": _training,
-    "evaluation": _evaluation,
+    "training": _plain_section(Training, "training"),
+    "evaluation": _plain_section(Evaluation, "evaluation"),
     "engine": _engine,
-    "search": _search,
+    "search": _plain_section(Search, "search"),
 }
 """How each section is read, in the order of the messages; relative paths are relative to the folder."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from fedshift.evaluation.records import RunResult, with_unit
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
+from fedshift.text import clock
 
 FIRST, EVERY = 3.0, 10.0
 """Seconds until the first line within a run, and between two lines."""
@@ -86,8 +87,8 @@ class Lines(Reporter):
         elapsed = now - (now if self._begun is None else self._begun)
         done = self._passed - self._done_before + self._share
         left = elapsed / done * max(0.0, self._runs - self._passed - self._share) if done else 0.0
-        pace = f", about {_minutes(left)} left" if left else ""
-        self._say(f"{text} ({self._passed} of {self._runs} runs, {_minutes(elapsed)}{pace})")
+        pace = f", about {clock(left)} left" if left else ""
+        self._say(f"{text} ({self._passed} of {self._runs} runs, {clock(elapsed)}{pace})")
 
 
 def notebook_reporter() -> Lines | None:
@@ -120,9 +121,3 @@ def at_work(runs: int, holders: Collection[str]) -> str:
         f"{runs} run{'s are' if runs > 1 else ' is'} being trained by {', '.join(holders)}: run the same command again "
         "when that is done, with --wait to wait for it"
     )
-
-
-def _minutes(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -37,7 +37,7 @@ from fedshift.report.page import DARK, LIGHT
 from fedshift.report.run_means import rows_of_sites
 from fedshift.report.sections.about_runs import sites_sent
 from fedshift.report.sections.blocks import Block, Cells, Entry, Grid, Listing, Section, Text, grid, number, section
-from fedshift.text import one_line
+from fedshift.text import clock, one_line
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _blocks(experiment: Watched) -> Iterator[Block]:
     if experiment.planned:
         lines.append(f"{finished} of {experiment.planned} runs finished" + (f", {failed} failed." if failed else "."))
     if experiment.seconds_left:
-        lines.append(f"The rest takes {_clock(experiment.seconds_left)} at this pace, one run after the other.")
+        lines.append(f"The rest takes {clock(experiment.seconds_left)} at this pace, one run after the other.")
     lines.append(f"Sites sent {sum(run.sent for run in experiment.runs) / 1e6:,.2f} MB.")
     yield Text(" ".join(lines), "verdict")
     if experiment.deployment is not None and experiment.deployment.sites:
@@ -290,13 +290,7 @@ def _lost_sites(deployment: Deployed) -> list[str]:
 
 
 def _ago(seconds: float | None) -> str:
-    return MISSING if seconds is None else f"{_clock(seconds)} ago"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return MISSING if seconds is None else f"{clock(seconds)} ago"
 
 
 ADDRESS = "127.0.0.1"
