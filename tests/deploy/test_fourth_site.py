@@ -22,6 +22,7 @@ from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.site_estimates import SiteEstimates
 from fedshift.deploy.site_file import load_site, read_holding
 from fedshift.errors import Refused, UserError
+from fedshift.evaluation.estimate.combination import TURNED_VALUES
 
 LABELLED = {"north": 90, "south": 80, "east": 100}
 SEND = ["weights", "numbers", "accuracy", "metrics", "confidences", "statistics"]
@@ -155,7 +156,7 @@ def test_sums_of_inputs_give_the_estimate_of_samples(shift: float, tmp_path: Pat
         kinds = {line["do"]: {kind["kind"] for kind in line.get("sent", {}).values()} for line in lines}
         assert (kinds["inputs"], kinds["reading"]) == ({"moments"}, {"confidences"})
     counted = result(deployed, "fedavg", "north")["bytes_by_site"]["sites"]
-    assert [counted[site]["up"].get("moments", 0) for site in LABELLED] == [0, 88, 88]  # a count and ten sums
+    assert [counted[site]["up"].get("moments", 0) for site in LABELLED] == [0, 128, 128]  # a count and 15 sums
     lines, _ = AuditLog.check(tmp_path / "va" / "memory" / "audit.jsonl")
     assert "inputs" not in {line["do"] for line in lines}
     assert [event["is"] for event in events(tmp_path) if event["what"] == "estimate"] == ["inputs"] * 4 + ["made"]
@@ -355,6 +356,30 @@ def test_sums_of_inputs_are_those_of_the_sites_that_tell_them(keep: list[str], t
     assert any("'south' sends no moments" in text and rest in text for text in messages(tmp_path))
     asked = LABELLED.keys() - set(keep) if enough else set()
     assert {site for site, do in transport.asked if do == "inputs"} == asked
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_mirrored_columns_get_no_estimate(mirrored: bool, tmp_path: Path) -> None:
+    """Their scores look usual, so it is the sides of the means on which values lie that tell."""
+    held = files(tmp_path / "data")
+    for site, path in held.items():
+        with np.load(path) as stored:
+            arrays = {name: np.exp(array) if name == "x" else array for name, array in stored.items()}
+        if mirrored and site == "va":
+            arrays["x"] = 2 * arrays["x"].mean(axis=0) - arrays["x"]
+        np.savez(path, **arrays)
+    options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
+    at = places(tmp_path, held, send=[*SEND, "moments"])
+    deploy(tmp_path, options, sites={**LABELLED, "va": 70}, unseen={}, transport=Loopback(at))
+    there = received(tmp_path)
+    data = {"name": "arrays", "sites": held, "classes": [*"012"], "site_labels": {"va": "none"}}
+    simulated = fedshift.run({**options, "data": data, "engine": {"threads": 1}}, tmp_path / "simulated")
+    here = simulated.estimate(np.load(held["va"])["x"], target="va")
+    for reasons in (there["reasons"], here.reasons):
+        assert any(reason == TURNED_VALUES for reason in reasons) is mirrored
+    if mirrored:
+        assert (there["abstain"], here.abstain, there["too_unlike"], here.too_unlike) == (True,) * 4
+        assert there["harmful"] is here.harmful is True
 
 
 def test_copies_count_once_where_only_sums_are_known(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def keep_scores(memory: Path, run: str, case: KeptScores) -> None:
             f"{number}.scores": answers.scores,
             f"{number}.labels": answers.labels,
             f"{number}.nearby": answers.nearby,
-            f"{number}.apart": np.array([] if apart is None else [apart.spread, apart.moved]),
+            f"{number}.apart": np.array([] if apart is None else _numbers(apart)),
         }
     write_private(memory / f"{run}{SCORES}", save({name: _tensor(part) for name, part in parts.items()}))
     (memory / f"{run}{READING}").unlink(missing_ok=True)
@@ -78,7 +78,12 @@ def kept_scores(memory: Path, run: str) -> KeptScores | None:
 
 def _kept_answers(parts: Mapping[str, NDArray[Any]], number: int) -> Answers:
     scores, labels, nearby, apart = (parts[f"{number}.{name}"] for name in ("scores", "labels", "nearby", "apart"))
-    return Answers(scores, labels, nearby, Apart(float(apart[0]), None, float(apart[1])) if len(apart) else None)
+    spread, moved, *skewed = apart.tolist() or (0.0, 0.0)
+    return Answers(scores, labels, nearby, Apart(spread, None, moved, *skewed) if len(apart) else None)
+
+
+def _numbers(apart: Apart) -> list[float]:
+    return [apart.spread, apart.moved, *([] if apart.skewed is None else [apart.skewed])]
 
 
 def note_reading(memory: Path, run: str, key: str) -> None:

@@ -119,7 +119,7 @@ def sums_bytes(sums: GivenSums) -> Confidences:
 
 def inputs_bytes(inputs: GivenInputs) -> SummedInputs:
     """The numbers in sums of inputs, for the ledger."""
-    return for_ledger(SummedInputs, 8 * (1 + 2 * len(inputs.total)))
+    return for_ledger(SummedInputs, 8 * (1 + len(inputs.total) + len(inputs.squares) + len(inputs.cubes or ())))
 
 
 def report_bytes(report: Measures) -> Measured:

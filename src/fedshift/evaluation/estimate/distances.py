@@ -10,7 +10,7 @@ Values are measured by the means and deviations at the labelled sites.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,11 @@ FLOOR = 0.4
 """By this the deviation of the left-out sites' distances is taken for larger: they are few."""
 MOST = 4.0
 """Distances count for no more."""
+MOST_SKEWED = 3.0
+"""Skewnesses count for no more: a rare value has a large one."""
+ALIKE, TURNED = 0.3, 0.4
+"""Where skewnesses of left-out sites are alike from the first, those of samples that have not this part of it are not.
+Chosen on benchmarks/estimate.md's data sets: no site that keeps its accuracy is so."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,13 @@ class Apart:
         nearest: logarithm of the median distance to the nearest sample there, by that among the samples there; None
             where only sums over the samples are known.
         moved: logarithm of the mean distance of a value's mean from that there, in deviations.
+        skewed: how alike the values' skewnesses are to those there, from −1 (mirrored) to 1; None where not known.
     """
 
     spread: float
     nearest: float | None
     moved: float
+    skewed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class Samples:
         least: 0.05 of the median deviation.
         known: some of the samples, standardised (k, d).
         usual: the median distance to the nearest among them.
+        skewness: of each value (d,).
     """
 
     mean: Rows
@@ -62,6 +70,7 @@ class Samples:
     least: float
     known: Rows
     usual: float
+    skewness: Rows
 
     @classmethod
     def of(cls, sites: Sequence[NDArray[Any]]) -> Samples:
@@ -75,7 +84,8 @@ class Samples:
         mean = rows.mean(axis=0)
         known = (rows[some] - mean) / deviation
         half = len(known) // 2
-        return cls(mean, deviation, least, known, float(np.median(_nearest(known[:half], known[half:]))))
+        usual = float(np.median(_nearest(known[:half], known[half:])))
+        return cls(mean, deviation, least, known, usual, skewnesses(rows))
 
     def apart(self, inputs: NDArray[Any]) -> Apart:
         """How far samples (n, …) are.
@@ -91,7 +101,8 @@ class Samples:
         scaled = (rows - self.mean) / self.deviation
         far = float(np.median(_nearest(scaled, self.known)))
         nearest = float(np.log((far + 1e-6) / (self.usual + 1e-6)))
-        return values_apart(rows, self.mean, self.deviation, self.least, nearest)
+        apart = values_apart(rows, self.mean, self.deviation, self.least, nearest)
+        return replace(apart, skewed=likeness(skewnesses(rows), self.skewness))
 
 
 def values_apart(
@@ -112,6 +123,45 @@ def values_apart(
     spread = float(np.log((rows.std(axis=0) + least) / deviation).mean())
     moved = float(np.log(np.abs((rows.mean(axis=0) - mean) / deviation).mean() + _STILL))
     return Apart(spread, nearest, moved)
+
+
+def skewnesses(rows: NDArray[Any]) -> Rows:
+    """The skewness of each value of samples (n, d), cut at 3; 0 of a constant.
+
+    Example:
+        >>> skewnesses(np.array([[0.0, 1.0], [0.0, 1.0], [3.0, 1.0]])).round(2).tolist()
+        [0.71, 0.0]
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        apart = rows - rows.mean(axis=0)
+        deviation = apart.std(axis=0)
+        scaled = np.divide(apart, deviation, out=np.zeros_like(apart), where=deviation > 0)
+        return np.asarray(np.clip(np.nan_to_num((scaled**3).mean(axis=0)), -MOST_SKEWED, MOST_SKEWED))
+
+
+def likeness(first: NDArray[Any], second: NDArray[Any]) -> float:
+    """The cosine of two vectors (d,); 0 if one of them has no length.
+
+    Example:
+        >>> likeness(np.array([1.0, 2.0]), np.array([-1.0, -2.0])).__round__(6), likeness(np.ones(2), np.zeros(2))
+        (-1.0, 0.0)
+    """
+    size = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(first @ second) / size if size > 0 else 0.0
+
+
+def turned(apart: Apart | None, left_out: Sequence[Apart]) -> bool:
+    """Whether values are skewed in another way than at left-out sites that are alike, as where columns are mirrored.
+
+    Example:
+        >>> there = [Apart(0.0, None, 0.0, 0.8), Apart(0.0, None, 0.0, 0.9)]
+        >>> turned(Apart(0.0, None, 0.0, -0.8), there), turned(Apart(0.0, None, 0.0, 0.7), there)
+        (True, False)
+    """
+    known = [item.skewed for item in left_out if item.skewed is not None]
+    if apart is None or apart.skewed is None or not known or len(known) < len(left_out):
+        return False
+    return min(known) > ALIKE and apart.skewed < TURNED * min(known)
 
 
 def beyond(apart: Apart, left_out: Sequence[Apart]) -> tuple[float, ...]:

@@ -36,6 +36,7 @@ _Logarithm = Annotated[float, Field(ge=-1e3, le=1e3)]
 _Deviation = Annotated[float, Field(ge=0, le=2e3)]
 _Sum = Annotated[float, Field(ge=-1e30, le=1e30)]
 _Square = Annotated[float, Field(ge=0, le=1e60)]
+_Cube = Annotated[float, Field(ge=-1e90, le=1e90)]
 """Means and deviations are then numbers of float32."""
 MOST_LOOKS = 40
 """Cases of a left-out site: changes, and draws in other class frequencies."""
@@ -132,16 +133,17 @@ class GivenLooks(_Part):
 
     Attributes:
         looks: the samples as they are, first.
-        moved: see `Apart`, as well as the spread of the first.
+        moved, skewed: see `Apart`, as well as the spread of the first.
     """
 
     looks: Annotated[tuple[GivenLook, ...], Field(min_length=1, max_length=MOST_LOOKS)]
     moved: _Logarithm
+    skewed: Annotated[float, Field(ge=-1, le=1)] | None = None
 
     @property
     def apart(self) -> Apart:
         """How far the samples are from those of the sites that trained."""
-        return Apart(self.looks[0].spread, None, self.moved)
+        return Apart(self.looks[0].spread, None, self.moved, self.skewed)
 
 
 class GivenInputs(_Part):
@@ -150,11 +152,12 @@ class GivenInputs(_Part):
     samples: Annotated[int, Field(ge=1, le=2**53)]
     total: Annotated[tuple[_Sum, ...], Field(min_length=1, max_length=MOST_VALUES)]
     squares: Annotated[tuple[_Square, ...], Field(min_length=1, max_length=MOST_VALUES)]
+    cubes: Annotated[tuple[_Cube, ...], Field(min_length=1, max_length=MOST_VALUES)] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if len(self.total) != len(self.squares):
-            raise ValueError("total and squares are not of the same values")
+        if {len(self.total)} != {len(self.squares), len(self.cubes or self.total)}:
+            raise ValueError("total, squares and cubes are not of the same values")
         most = (1 + 1e-6) * self.samples * np.array(self.squares) + 1e-6  # of Cauchy and Schwarz
         if (np.square(self.total) > most).any():
             raise ValueError("squares are smaller than the sums allow")
@@ -163,7 +166,8 @@ class GivenInputs(_Part):
     @property
     def moments(self) -> Moments:
         """The same as estimates read it."""
-        return Moments(self.samples, np.array(self.total), np.array(self.squares))
+        cubes = None if self.cubes is None else np.array(self.cubes)
+        return Moments(self.samples, np.array(self.total), np.array(self.squares), cubes)
 
 
 class GivenSite(_Part):
@@ -357,9 +361,10 @@ def plain_inputs(moments: Moments) -> dict[str, Any]:
 
     Example:
         >>> plain_inputs(Moments.of(np.array([[2.0], [3.0]])))
-        {'samples': 2, 'total': [5.0], 'squares': [13.0]}
+        {'samples': 2, 'total': [5.0], 'squares': [13.0], 'cubes': [35.0]}
     """
-    return {"samples": moments.samples, "total": moments.total.tolist(), "squares": moments.squares.tolist()}
+    sums = {"samples": moments.samples, "total": moments.total.tolist(), "squares": moments.squares.tolist()}
+    return sums if moments.cubes is None else {**sums, "cubes": moments.cubes.tolist()}
 
 
 def plain_looks(looks: Sequence[Look], apart: Apart) -> dict[str, Any]:
@@ -367,9 +372,10 @@ def plain_looks(looks: Sequence[Look], apart: Apart) -> dict[str, Any]:
 
     Example:
         >>> plain_looks([], Apart(0.0, None, -1.0))
-        {'looks': [], 'moved': -1.0}
+        {'looks': [], 'moved': -1.0, 'skewed': None}
     """
-    return {"looks": [_plain_look(look) for look in looks], "moved": apart.moved}
+    skewed = None if apart.skewed is None else max(-1.0, min(1.0, apart.skewed))
+    return {"looks": [_plain_look(look) for look in looks], "moved": apart.moved, "skewed": skewed}
 
 
 def _plain_look(look: Look) -> dict[str, Any]:
