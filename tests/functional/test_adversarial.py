@@ -9,24 +9,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from seeded import numbers
 from torch import Tensor, nn
 
-from fedshift.errors import UserError
 from fedshift.functional.adversarial import (
     certainty_weights,
     combine_domains,
     condition,
-    conditional_adversarial_loss,
     curriculum_weights,
     domain_identifier_loss,
     generator_loss,
     reverse_gradient,
     weighted_adversarial_loss,
 )
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 def test_reversal_changes_gradients_alone() -> None:
@@ -43,13 +38,6 @@ def test_reversal_has_first_and_second_derivatives() -> None:
     features = numbers(3, 2).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: reverse_gradient(x, -1.0) ** 3, (features,))
     assert torch.autograd.gradgradcheck(lambda x: reverse_gradient(x, -1.0) ** 3, (features,))
-
-
-def test_reversal_of_nothing_passes_nothing() -> None:
-    features = numbers(3, 2).requires_grad_()
-    reverse_gradient(features, 0.0).sum().backward()
-    assert features.grad is not None
-    assert not features.grad.any()
 
 
 def test_one_step_teaches_the_classifier_and_confuses_the_features() -> None:
@@ -70,15 +58,6 @@ def test_one_step_teaches_the_classifier_and_confuses_the_features() -> None:
         torch.testing.assert_close(found, (-0.5 if index < 2 else 1) * expected)
 
 
-def test_an_undecided_identifier() -> None:
-    for shape in ((4,), (4, 1)):
-        zeros = torch.zeros(shape).double()
-        assert domain_identifier_loss(zeros, zeros[:2]).item() == pytest.approx(1.386294, abs=1e-6)
-        assert generator_loss(zeros, zeros[:2]).item() == pytest.approx(2 * math.log(2), abs=1e-12)
-        ones = torch.ones(shape).double()
-        assert weighted_adversarial_loss(zeros, zeros[:2], ones).item() == pytest.approx(2 * math.log(2), abs=1e-12)
-
-
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
 def test_losses_against_probabilities(sources: int, targets: int, seed: int) -> None:
     source, target = numbers(sources, seed=seed) * 3, numbers(targets, seed=seed + 1) * 3
@@ -90,6 +69,9 @@ def test_losses_against_probabilities(sources: int, targets: int, seed: int) -> 
     assert generator_loss(source, target).item() == pytest.approx(generator, rel=1e-9)
     weighted = -(weights.numpy() * np.log(of_source)).mean() - np.log(1 - of_target).mean()
     assert weighted_adversarial_loss(source, target, weights).item() == pytest.approx(weighted, rel=1e-9)
+    torch.testing.assert_close(
+        domain_identifier_loss(source[:, None], target[:, None]), domain_identifier_loss(source, target)
+    )
     # Of two identifiers of which one says the opposite, the sides change places.
     torch.testing.assert_close(domain_identifier_loss(source, target), domain_identifier_loss(-target, -source))
     torch.testing.assert_close(generator_loss(source, target), domain_identifier_loss(source, -target))
@@ -103,15 +85,6 @@ def test_losses_stay_finite_when_the_identifier_is_sure_and_wrong() -> None:
     assert source.grad is not None
     assert source.grad.item() == pytest.approx(-1)
     assert generator_loss(source.detach(), -target.detach()).item() == pytest.approx(2000)
-
-
-def test_gradients_of_the_losses() -> None:
-    source, target, scores = (numbers(n, seed=n).requires_grad_() for n in (4, 3, 4))
-    assert torch.autograd.gradcheck(domain_identifier_loss, (source, target))
-    assert torch.autograd.gradcheck(generator_loss, (source, target))
-    assert torch.autograd.gradcheck(
-        lambda s, t, c: weighted_adversarial_loss(s, t, curriculum_weights(c)), (source, target, scores)
-    )
 
 
 @given(st.integers(1, 8), st.floats(-50, 50), st.integers(0, 99))
@@ -141,19 +114,6 @@ def test_the_curriculum_prefers_samples_that_look_like_the_target() -> None:
     assert easy + middle + hard == pytest.approx(0, abs=1e-12)
 
 
-def test_worked_numbers_of_combining() -> None:
-    source = torch.tensor([1.0, 2.0], dtype=torch.float64).requires_grad_()
-    domain = torch.tensor([0.5, 0.2], dtype=torch.float64).requires_grad_()
-    loss = combine_domains(source, domain)
-    assert loss.item() == pytest.approx(2.002005, abs=1e-6)
-    loss.backward()
-    assert source.grad is not None
-    assert domain.grad is not None
-    assert source.grad.tolist() == pytest.approx([0.000047, 0.999953], abs=1e-6)
-    torch.testing.assert_close(domain.grad, 0.01 * source.grad)
-    assert combine_domains(source, domain, rule="maxmin").item() == pytest.approx(2.002, abs=1e-12)
-
-
 @given(st.integers(1, 5), st.floats(0, 2), st.floats(0.1, 20), st.floats(-5, 5), st.integers(0, 99))
 def test_combining(sites: int, mu: float, gamma: float, constant: float, seed: int) -> None:
     source, domain = numbers(sites, seed=seed).abs(), numbers(sites, seed=seed + 1).abs()
@@ -170,34 +130,8 @@ def test_combining(sites: int, mu: float, gamma: float, constant: float, seed: i
         assert loss == pytest.approx(hard)
 
 
-@pytest.mark.parametrize("rule", ["dynamic", "maxmin"])
-def test_gradient_of_combining(rule: str) -> None:
-    source, domain = numbers(3).requires_grad_(), numbers(3, seed=1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda s, d: combine_domains(s, d, 0.3, 2.0, rule), (source, domain))  # type: ignore[arg-type]
-
-
 def test_combining_large_losses_does_not_overflow() -> None:
     assert combine_domains(torch.tensor([500.0, 1.0]), torch.zeros(2)).item() == pytest.approx(500)
-
-
-def test_what_cannot_be_combined() -> None:
-    for source, domain in (
-        (torch.zeros(2), torch.zeros(3)),
-        (torch.zeros(0), torch.zeros(0)),
-        (torch.tensor(1.0),) * 2,
-    ):
-        with pytest.raises(UserError):
-            combine_domains(source, domain)
-    for gamma in (0.0, -1.0, math.nan):
-        with pytest.raises(UserError, match="gamma"):
-            combine_domains(torch.zeros(2), torch.zeros(2), gamma=gamma)
-    assert combine_domains(torch.ones(2), torch.ones(2), 1.0, 0.0, "maxmin").item() == 2
-    for loss in (domain_identifier_loss, generator_loss):
-        for sides in ((torch.zeros(0), torch.zeros(1)), (torch.zeros(1), torch.zeros(0))):
-            with pytest.raises(UserError, match="sample"):
-                loss(*sides)
-    with pytest.raises(UserError, match=r"\(2,\).*\(2, 1\)"):
-        weighted_adversarial_loss(torch.zeros(2, 1), torch.zeros(2, 1), torch.ones(2))
 
 
 def test_conditioning_has_the_right_support() -> None:
@@ -222,14 +156,3 @@ def test_a_random_projection_keeps_inner_products_on_average() -> None:
 def test_certainty_weights() -> None:
     weights = certainty_weights(torch.tensor([0.0, math.log(2)]).double())
     torch.testing.assert_close(weights, torch.tensor([2.0, 1.5]).double() / 3.5)
-    assert torch.autograd.gradcheck(lambda h: 1 + (-h).exp(), (numbers(3).requires_grad_(),))
-
-
-def test_the_conditional_loss_is_the_mean_binary_cross_entropy() -> None:
-    source, target = numbers(4, 1), numbers(4, 1, seed=1)
-    even = torch.full((4,), 0.25).double()
-    logits, labels = torch.cat([source, target]), torch.cat([torch.ones(4, 1), torch.zeros(4, 1)]).double()
-    expected = nn.functional.binary_cross_entropy_with_logits(logits, labels)
-    torch.testing.assert_close(conditional_adversarial_loss(source, target, even, even), expected)
-    zeros = torch.zeros(4, 1).double()
-    assert conditional_adversarial_loss(zeros, zeros, even, even).item() == pytest.approx(math.log(2), abs=1e-12)

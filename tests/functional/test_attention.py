@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedshift.errors import UserError
 from fedshift.functional.attention import common_positions, cross_layer_attention
 
 
@@ -24,34 +22,6 @@ def explicit_attention(fused: list[Tensor], local: list[Tensor], scale: bool = F
         c, d = fused[0].shape[1], fused[0][0, 0].numel()
         scores = scores / torch.tensor([c**0.5, d**0.5]).double()
     return scores[..., 0].softmax(1), scores[..., 1].softmax(1)
-
-
-def features(*values: list[list[float]]) -> list[Tensor]:
-    """One sample per layer with c rows of d positions."""
-    return [torch.tensor(value).double()[None, :, None, :] for value in values]
-
-
-def test_worked_row() -> None:
-    fused = features([[1, 2], [3, 4]])
-    local = features([[1, 0], [0, 1]], [[1, 1], [1, 1]])
-    assert [float(s) for s in explicit_affinity(fused[0], local[0])] == [2.5, 2.5]
-    assert [float(s) for s in explicit_affinity(fused[0], local[1])] == [5.0, 5.0]
-    for position, channel in ((True, True), (True, False), (False, True)):
-        row = cross_layer_attention(fused, local, position, channel)
-        assert row.shape == (1, 2)
-        assert row[0].tolist() == pytest.approx([0.075858, 0.924142], abs=1e-6)
-
-
-def test_worked_scores_of_both_kinds() -> None:
-    fused, local = features([[1, 2, 3], [0, 1, 0]]), features([[2, 0, 1], [1, 1, 1]])
-    position, channel = explicit_affinity(fused[0], local[0])
-    assert float(position) == pytest.approx(2.333333, abs=1e-6)
-    assert float(channel) == pytest.approx(3.0, abs=1e-6)
-    # Beside a layer of zeros (score 0) the softmax gives the score back as a log odds.
-    zero = torch.zeros_like(local[0])
-    for kind, score in (("position", 7 / 3), ("channel", 3.0)):
-        row = cross_layer_attention(fused, [*local, zero], position=kind == "position", channel=kind == "channel")[0]
-        assert float((row[0] / row[1]).log()) == pytest.approx(score, abs=1e-9)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.booleans())
@@ -74,28 +44,9 @@ def test_closed_form_equals_explicit_maps(layers: int, others: int, n: int, c: i
     assert torch.equal(stacked, both)
 
 
-def test_scaling_divides_the_scores() -> None:
-    fused, zero = features([[2, 2, 2], [1, 1, 1]]), features([[0, 0, 0], [0, 0, 0]])
-    local = features([[1, 1, 1], [1, 1, 1]])
-    position = cross_layer_attention(fused, [*local, *zero], channel=False, scale=True)[0]
-    channel = cross_layer_attention(fused, [*local, *zero], position=False, scale=True)[0]
-    assert float((position[0] / position[1]).log()) == pytest.approx(3 / 2**0.5)
-    assert float((channel[0] / channel[1]).log()) == pytest.approx(4.5 / 3**0.5)
-
-
 def test_weights_are_constants() -> None:
     fused = [torch.randn(2, 3, 2, 2, requires_grad=True)]
     assert not cross_layer_attention(fused, fused).requires_grad
-
-
-def test_what_does_not_fit() -> None:
-    good = torch.randn(2, 3, 2, 2)
-    with pytest.raises(UserError, match="shape"):
-        cross_layer_attention([good], [good[:, :2]])
-    with pytest.raises(UserError, match="shape"):
-        cross_layer_attention([good.flatten(1)], [good.flatten(1)])
-    with pytest.raises(UserError, match="channel"):
-        cross_layer_attention([good], [good], position=False, channel=False)
 
 
 def test_common_positions_are_means_of_all_products() -> None:

@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedshift.errors import UserError
 from fedshift.functional.control_variates import (
-    dynamic_penalty,
     linear_term,
     moved_gradient,
     next_control,
@@ -30,12 +28,6 @@ def of(*values: float) -> dict[str, Tensor]:
 # SCAFFOLD ------------------------------------------------------------------------------------------------------------
 
 
-def test_worked_control_variate() -> None:
-    """x = 1, y = 0.4, T = 3, η = 0.1, c = 0.2, c_i = 0.5: 0.5 − 0.2 + 0.6/0.3 = 2.3."""
-    new = next_control(of(0.5), of(0.2), of(1.0), of(0.4), path=3 * 0.1)
-    assert new["w"].item() == pytest.approx(2.3)
-
-
 @given(NUMBER, NUMBER, st.lists(NUMBER, min_size=1, max_size=6), st.floats(1e-3, 1))
 def test_a_control_variate_is_the_mean_gradient_on_the_way(
     own: float, common: float, gradients: list[float], rate: float
@@ -48,11 +40,6 @@ def test_a_control_variate_is_the_mean_gradient_on_the_way(
     assert new["w"].item() == pytest.approx(sum(gradients) / len(gradients), abs=1e-6)
 
 
-def test_no_step_gives_no_control_variate() -> None:
-    with pytest.raises(UserError, match="one local step"):
-        next_control(of(0), of(0), of(0), of(0), path=0.0)
-
-
 def test_the_linear_term_adds_its_direction_to_the_gradient() -> None:
     weights = {"w": torch.tensor([1.0, 2.0], requires_grad=True), "b": torch.tensor([3.0], requires_grad=True)}
     term = linear_term(weights, {"b": torch.tensor([5.0]), "w": torch.tensor([-1.0, 4.0])})
@@ -62,22 +49,6 @@ def test_the_linear_term_adds_its_direction_to_the_gradient() -> None:
 
 
 # FedNova -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"steps": 0}, 0),
-        ({"steps": 7}, 7),
-        ({"steps": 2, "momentum": 0.5}, 2.5),  # 1 + 1.5
-        ({"steps": 3, "momentum": 0.9}, 1 + 1.9 + 2.71),
-        ({"steps": 2, "decay": 0.5}, 1.5),  # 1 + 0.5
-        ({"steps": 2, "momentum": 0.5, "nesterov": True}, 3.25),  # 1.5 + 1.75
-        ({"steps": 3, "momentum": 0.5, "lasting": True}, 6),
-    ],
-)
-def test_worked_factors(options: dict[str, float], expected: float) -> None:
-    assert normalising_factor(**options) == pytest.approx(expected)  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 30), MOMENTUM, st.floats(1e-3, 0.9))
@@ -100,12 +71,6 @@ def test_factors_are_how_far_torch_s_sgd_moves(steps: int, rho: float, nesterov:
     assert -weight.item() / 0.5 == pytest.approx(normalising_factor(steps, rho, 0.5 * mu, nesterov=nesterov))
 
 
-def test_worked_average() -> None:
-    """From 0 to 1 in one step and to 8 in four: steps of 1 and 2, a mean of 2.5 of them, 2.5 · 1.5 = 3.75."""
-    found = normalised_average(of(0.0), [of(1.0), of(8.0)], [0.5, 0.5], [1.0, 4.0])
-    assert found["w"].item() == 3.75
-
-
 @given(st.lists(st.tuples(NUMBER, st.floats(0.1, 1)), min_size=1, max_size=5), NUMBER, st.floats(0.5, 20))
 def test_equal_factors_give_the_mean(models: list[tuple[float, float]], start: float, factor: float) -> None:
     total = sum(share for _, share in models)
@@ -121,24 +86,6 @@ def test_a_site_without_steps_counts_as_not_moved() -> None:
 
 
 # FedDyn --------------------------------------------------------------------------------------------------------------
-
-
-def test_worked_penalty_and_gradient() -> None:
-    """h = 0.5, θ = 3, θ_t = 1, α = 0.1: −1.5 + 0.05 · 4 = −1.3; h ← 0.5 − 0.1 · 2 = 0.3."""
-    assert dynamic_penalty(of(3.0), of(0.5), of(1.0), 0.1).item() == pytest.approx(-1.3)
-    assert moved_gradient(of(0.5), of(1.0), of(3.0), 0.1)["w"].item() == pytest.approx(0.3)
-
-
-def test_gradient_of_the_penalty() -> None:
-    gradient, sent = of(0.3, -2.0), of(1.0, 0.5)
-
-    def penalty(theta: Tensor) -> Tensor:
-        return dynamic_penalty({"w": theta}, gradient, sent, 0.7)
-
-    theta = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(penalty, (theta,))
-    (found,) = torch.autograd.grad(penalty(theta), theta)
-    torch.testing.assert_close(found, -gradient["w"] + 0.7 * (theta.detach() - sent["w"]))
 
 
 @given(NUMBER, NUMBER, NUMBER, st.floats(0.01, 2))

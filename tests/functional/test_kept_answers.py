@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from seeded import numbers
 
-from fedshift.errors import UserError
 from fedshift.functional.kept_answers import kept_answers
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
-
 
 BEFORE = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.45, 0.55], [0.1, 0.9], [0.35, 0.65], [0.7, 0.3]])
 
@@ -51,9 +45,3 @@ def test_a_model_that_names_one_class_everywhere_is_scaled_first() -> None:
     assert kept_answers(before, lean) > 0.95
     assert kept_answers(before, before) < 0.5
     assert kept_answers(before, lean[:, [1, 2, 0]]) < 0.05
-
-
-@pytest.mark.parametrize(("before", "after"), [((0, 3), (0, 3)), ((4, 3), (5, 3)), ((4, 3), (4, 2)), ((4,), (4,))])
-def test_predictions_of_the_same_samples_are_needed(before: tuple[int, ...], after: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match="kept answers"):
-        kept_answers(torch.ones(before), torch.ones(after))

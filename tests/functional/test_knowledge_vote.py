@@ -10,15 +10,7 @@ from scipy.special import rel_entr
 from torch import Tensor
 from torch.nn import functional
 
-from fedshift.errors import UserError
-from fedshift.functional.knowledge_vote import (
-    Consensus,
-    distillation_loss,
-    knowledge_vote,
-    mean_ensemble,
-    mixup,
-    released_labels,
-)
+from fedshift.functional.knowledge_vote import distillation_loss, knowledge_vote, mean_ensemble, mixup, released_labels
 
 TEACHERS = torch.tensor([[[0.95, 0.03, 0.02]], [[0.92, 0.05, 0.03]], [[0.02, 0.96, 0.02]]], dtype=torch.float64)
 BALLOTS = st.sampled_from(["rows", "top1"])
@@ -46,25 +38,6 @@ def naive_vote(rows: list[list[float]], gate: float, ballots: str) -> tuple[list
     return mean, len(survivors) or 0.001, winner
 
 
-@pytest.mark.parametrize(
-    ("gate", "label", "probabilities", "support"),
-    [
-        (0.9, 0, (0.935, 0.04, 0.025), 2),
-        (0.94, 1, (0.02, 0.96, 0.02), 1),
-        (0.97, 0, (0.63, 0.346667, 0.023333), 0.001),
-    ],
-)
-def test_worked_numbers(gate: float, label: int, probabilities: tuple[float, ...], support: float) -> None:
-    for ballots in ("rows", "top1"):
-        consensus = knowledge_vote(TEACHERS, gate, ballots=ballots)  # type: ignore[arg-type]
-        assert consensus.probabilities[0].tolist() == pytest.approx(probabilities, abs=1e-6)
-        assert consensus.support.tolist() == [support]
-        assert consensus.labels.tolist() == [label]
-        hard, weights = released_labels(consensus)
-        assert hard.tolist() == [[float(c == label) for c in range(3)]]
-        assert weights.tolist() == [float(support >= 1)]
-
-
 def test_both_ballots_can_elect_different_classes() -> None:
     teachers = torch.tensor([[[0.6, 0.4, 0.0]], [[0.0, 0.45, 0.55]]]).double()
     assert knowledge_vote(teachers, 0.5, ballots="top1").labels.tolist() == [0]
@@ -73,14 +46,6 @@ def test_both_ballots_can_elect_different_classes() -> None:
     assert consensus.labels.tolist() == [1]
     assert consensus.support.tolist() == [0.001]
     assert consensus.probabilities[0].tolist() == pytest.approx([0.3, 0.425, 0.275])
-
-
-def test_rejected_samples_are_labelled_by_everyone() -> None:
-    teachers = torch.tensor([[[0.55, 0.45, 0.0]], [[0.0, 0.45, 0.55]], [[0.1, 0.5, 0.4]]]).double()
-    assert knowledge_vote(teachers, 0.9, ballots="top1").labels.tolist() == [0]
-    consensus = knowledge_vote(teachers, 0.9)
-    assert consensus.labels.tolist() == [1]
-    assert released_labels(consensus)[1].tolist() == [0]
 
 
 def test_the_gate_is_not_passed_by_equality() -> None:
@@ -141,30 +106,6 @@ def test_mean_ensemble() -> None:
     assert consensus.labels.tolist() == [0]
 
 
-@pytest.mark.parametrize("gate", [-0.1, 1.0, float("nan")])
-def test_impossible_gates(gate: float) -> None:
-    with pytest.raises(UserError, match="gate"):
-        knowledge_vote(TEACHERS, gate)
-
-
-@pytest.mark.parametrize("shape", [(3, 2), (0, 4, 2), (3, 4, 0)])
-def test_impossible_predictions(shape: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match="teacher"):
-        knowledge_vote(torch.zeros(shape), 0.9)
-    with pytest.raises(UserError, match="teacher"):
-        mean_ensemble(torch.zeros(shape))
-
-
-def test_worked_numbers_of_distillation() -> None:
-    logits = torch.tensor([[0.7, 0.2, 0.1]]).double().log()
-    consensus = knowledge_vote(TEACHERS, 0.9)
-    one = torch.ones(1).double()
-    assert distillation_loss(logits, consensus.probabilities, one).item() == pytest.approx(0.171616, abs=1e-6)
-    loss = distillation_loss(logits, consensus.probabilities, consensus.support)
-    assert loss.item() == pytest.approx(0.343232, abs=1e-6)
-    assert distillation_loss(logits, *released_labels(consensus)).item() == pytest.approx(0.356675, abs=1e-6)
-
-
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(0, 999))
 def test_distillation_against_scipy(batch: int, classes: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -193,28 +134,6 @@ def test_hard_labels_give_the_cross_entropy_and_mixed_ones_its_gradient() -> Non
     torch.testing.assert_close(gradient, expected_gradient)
 
 
-def test_gradient_of_distillation() -> None:
-    torch.manual_seed(0)
-    logits, support = torch.randn(4, 3).double().requires_grad_(), torch.tensor([2, 0.001, 1, 3]).double()
-    probabilities = random_teachers(1, 4, 3, 0)[0]
-    probabilities[1] = torch.tensor([0.0, 1.0, 0.0])
-    assert torch.autograd.gradcheck(lambda x: distillation_loss(x, probabilities, support), (logits,))
-
-
-def test_distillation_of_what_does_not_match() -> None:
-    for shapes in (((2, 3), (2, 4), (2,)), ((2, 3), (2, 3), (3,)), ((2, 3), (2, 3), (2, 1)), ((3,), (3,), (3,))):
-        with pytest.raises(UserError):
-            distillation_loss(*(torch.zeros(shape) for shape in shapes))
-
-
-def test_mixup() -> None:
-    inputs, probabilities = torch.tensor([[[0.0]], [[4.0]], [[8.0]]]), torch.eye(3)
-    mixed, targets = mixup(inputs, probabilities, 0.75, torch.tensor([1, 2, 0]))
-    assert mixed.flatten().tolist() == [1.0, 5.0, 6.0]
-    assert targets.tolist() == [[0.75, 0.25, 0], [0, 0.75, 0.25], [0.25, 0, 0.75]]
-    assert inputs.flatten().tolist() == [0, 4, 8]
-
-
 @given(st.floats(0, 1), st.integers(0, 999))
 def test_mixup_at_its_ends_and_between(lam: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -222,17 +141,6 @@ def test_mixup_at_its_ends_and_between(lam: float, seed: int) -> None:
     probabilities = random_teachers(1, 5, 4, seed)[0]
     mixed, targets = mixup(inputs, probabilities, lam, permutation)
     torch.testing.assert_close(mixed, lam * inputs + (1 - lam) * inputs[permutation])
-    torch.testing.assert_close(targets.sum(1), torch.ones(5).double())
+    torch.testing.assert_close(targets, lam * probabilities + (1 - lam) * probabilities[permutation])
     for end, expected in ((1.0, inputs), (0.0, inputs[permutation])):
         assert torch.equal(mixup(inputs, probabilities, end, permutation)[0], expected)
-
-
-def test_gradient_of_mixup() -> None:
-    inputs, permutation = torch.randn(3, 2).double().requires_grad_(), torch.tensor([2, 0, 1])
-    assert torch.autograd.gradcheck(lambda x: mixup(x, torch.eye(3).double(), 0.3, permutation)[0], (inputs,))
-
-
-def test_a_consensus_does_not_change() -> None:
-    consensus = Consensus(torch.eye(2), torch.ones(2), torch.arange(2))
-    with pytest.raises(AttributeError):
-        consensus.support = torch.zeros(2)  # type: ignore[misc]

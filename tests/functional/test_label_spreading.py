@@ -5,16 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from seeded import numbers
 from sklearn.neighbors import NearestNeighbors
-from torch import Tensor
 
-from fedshift.errors import UserError
 from fedshift.functional import label_spreading
 from fedshift.functional.label_spreading import equally_frequent, nearest_neighbours, spread, spread_labels
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 @pytest.mark.parametrize("chunk", [4, 1024])
@@ -69,9 +64,3 @@ def test_a_weak_model_and_clear_clusters() -> None:
     logits = torch.tensor([3.0, 0.0, 0.0]).double() + torch.eye(3).double()[classes] + numbers(60, 3, seed=2)
     assert (logits.argmax(1) == classes).double().mean() < 0.5
     assert torch.equal(spread_labels(samples, logits.softmax(1)), classes)
-
-
-@pytest.mark.parametrize("rows", [0, 2])
-def test_samples_and_predictions_must_be_of_the_same_rows(rows: int) -> None:
-    with pytest.raises(UserError, match="labels spread"):
-        spread_labels(torch.ones(rows, 2), torch.ones(0 if rows == 0 else 3, 4))

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedshift.errors import UserError
 from fedshift.functional.leakage import (
     best_match,
     correlation,
@@ -73,13 +72,6 @@ def test_of_several_samples_the_inversion_is_a_weighted_mean() -> None:
     torch.testing.assert_close(invert_linear(weight, torch.tensor([4.0])), torch.tensor([0.25, 0.75]))
 
 
-def test_an_inversion_that_cannot_be_made() -> None:
-    with pytest.raises(UserError, match="gradient"):
-        invert_linear(torch.zeros(3, 2), torch.zeros(3))
-    with pytest.raises(UserError, match=r"\(3, 2\).*\(2,\)"):
-        invert_linear(torch.zeros(3, 2), torch.zeros(2))
-
-
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(0, 99))
 @settings(max_examples=50)
 def test_labels_are_counted_exactly_when_the_probabilities_are_known(labels: list[int], seed: int) -> None:
@@ -108,15 +100,6 @@ def test_gradients_in_an_update_against_sgd(momentum: float, nesterov: bool, ste
         optimizer.step()
     [found] = pseudo_gradient([before], [after.detach()], 0.1)
     torch.testing.assert_close(found / gradients_in_update(steps, momentum, nesterov), gradient)
-
-
-def test_an_update_that_cannot_be_read() -> None:
-    for lr in (0.0, -1.0, math.nan):
-        with pytest.raises(UserError, match="learning rate"):
-            pseudo_gradient([torch.ones(1)], [torch.zeros(1)], lr)
-    for steps, momentum in ((0, 0.5), (1, 1.0), (1, -0.1)):
-        with pytest.raises(UserError, match=f"{steps} .*{momentum}"):
-            gradients_in_update(steps, momentum)
 
 
 # Distances ------------------------------------------------------------------------------------------------------------
@@ -153,15 +136,6 @@ def test_distance_to_a_gradient_of_zeros_is_finite() -> None:
     assert value.item() == 1
     (found,) = torch.autograd.grad(value, nothing)
     assert found.isfinite().all()
-
-
-def test_distances_want_gradients_of_one_network() -> None:
-    for other in ([torch.ones(2)], [torch.ones(3), torch.ones(1)], []):
-        for distance in (squared_distance, cosine_distance):
-            with pytest.raises(UserError):
-                distance(other, [torch.ones(3)])
-    with pytest.raises(UserError):
-        squared_distance([], [])
 
 
 def test_total_variation() -> None:
@@ -224,13 +198,6 @@ def test_invariances_of_ssim() -> None:
     assert ssim(flat, flat).tolist() == pytest.approx([1, 1, 1])
 
 
-def test_ssim_wants_images_of_one_shape() -> None:
-    with pytest.raises(UserError, match=r"\(1, 1, 4, 4\).*\(1, 1, 4, 5\)"):
-        ssim(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 4, 5))
-    with pytest.raises(UserError, match=r"\(2, 3\)"):
-        ssim(torch.ones(2, 3), torch.ones(2, 3))
-
-
 def test_psnr() -> None:
     assert psnr(0.0) == math.inf
     assert psnr(0.01) == pytest.approx(20)
@@ -265,11 +232,6 @@ def test_best_match_against_all_assignments(number: int, more: int, seed: int) -
         for columns in itertools.permutations(range(number + more), number)
     )
     assert errors[torch.arange(number), found].sum().item() == pytest.approx(least)
-
-
-def test_each_reconstruction_needs_an_original() -> None:
-    with pytest.raises(UserError, match=r"3 .*2 "):
-        best_match(torch.zeros(3, 2))
 
 
 def test_correlation() -> None:

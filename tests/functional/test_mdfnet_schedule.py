@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from fedshift.errors import UserError
 from fedshift.functional.mdfnet_schedule import (
     collaborative_shares,
     is_ready,
@@ -27,8 +26,6 @@ def test_progressive_weight() -> None:
     for r, expected in {1: 0.4999546, 2: 0.5, 3: 0.5}.items():
         assert progressive_weight(r) == pytest.approx(expected, abs=5e-8)
     assert progressive_weight(0.3, rho=0) == 0
-    with pytest.raises(UserError, match="-1"):
-        progressive_weight(-1)
 
 
 @pytest.mark.parametrize(
@@ -46,18 +43,8 @@ def test_shares(labelled: int, unlabelled: int, progress: float, expected: tuple
     assert labelled * found[0] + unlabelled * found[1] == pytest.approx(1, abs=1e-15)
 
 
-def test_shares_need_both_kinds_of_site() -> None:
-    for counts in ((0, 1), (1, 0)):
-        with pytest.raises(UserError, match=f"{counts[0]} .*{counts[1]} "):
-            collaborative_shares(*counts, 0.2)
-    with pytest.raises(UserError, match=r"1\.5"):
-        collaborative_shares(1, 1, 1.5)
-
-
 def test_proxy_distance() -> None:
     assert [proxy_distance(error) for error in (0.0, 0.1, 0.5, 0.6)] == pytest.approx([2.0, 1.6, 0.0, 0.0])
-    with pytest.raises(UserError, match=r"1\.1"):
-        proxy_distance(1.1)
 
 
 def test_the_gate_compares_with_guessing() -> None:
@@ -67,8 +54,6 @@ def test_the_gate_compares_with_guessing() -> None:
     assert is_ready(0.1732, 2, 0.25)
     assert not is_ready(0.1733, 2, 0.25)
     assert not is_ready(math.log(7), 7, 1.0)
-    with pytest.raises(UserError, match="classes"):
-        is_ready(0.1, 1, 0.25)
 
 
 def test_progress_begins_where_the_gate_opened() -> None:

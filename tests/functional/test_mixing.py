@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from fedshift.errors import UserError
 from fedshift.functional.mixing import (
     gradient_perturbed,
     mixed_styles,
@@ -70,12 +69,6 @@ def test_statistics_are_constants_for_the_gradient() -> None:
     torch.testing.assert_close(leaf.grad, (mixed_deviations / deviations).expand_as(maps), atol=1e-5, rtol=1e-5)
     frozen = mixed_deviations / (deviations.square() + 1e-6).sqrt()
     assert gradcheck(lambda x: frozen * x, leaf)
-
-
-@pytest.mark.parametrize(("shape", "partners"), [((2, 3), 2), ((2, 3, 1, 1), 2), ((2, 3, 2, 2), 3)])
-def test_without_positions_or_with_other_partners_there_is_no_style(shape: tuple[int, ...], partners: int) -> None:
-    with pytest.raises(UserError, match="styles mix"):
-        mixed_styles(torch.zeros(shape), torch.zeros(partners, dtype=torch.int64), torch.ones(2))
 
 
 @given(st.integers(1, 13), st.integers(0, 99))

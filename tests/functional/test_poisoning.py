@@ -7,17 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshift.errors import UserError
 from fedshift.functional.poisoning import wrong_labels
-
-
-@pytest.mark.parametrize("rule", ["uniform", "shift"])
-def test_worked_numbers(rule: str) -> None:
-    labels = np.arange(50, dtype=np.int64) % 7
-    poisoned = wrong_labels(labels, 0.3, 7, 0, rule)  # type: ignore[arg-type]
-    assert (poisoned != labels).sum() == 15
-    assert poisoned.dtype == np.int64
-    assert (labels == np.arange(50) % 7).all()
 
 
 @given(
@@ -26,6 +16,8 @@ def test_worked_numbers(rule: str) -> None:
 def test_number_range_and_repeatability(n: int, fraction: float, classes: int, seed: int, rule: str) -> None:
     labels = np.random.default_rng(seed).integers(classes, size=n)
     poisoned = wrong_labels(labels, fraction, classes, seed, rule)  # type: ignore[arg-type]
+    assert poisoned.dtype == np.int64
+    assert (labels == np.random.default_rng(seed).integers(classes, size=n)).all()
     changed = poisoned != labels
     assert changed.sum() == round(n * fraction)
     assert ((poisoned >= 0) & (poisoned < classes)).all()
@@ -42,15 +34,3 @@ def test_other_classes_are_equally_likely_and_seeds_differ() -> None:
     poisoned = wrong_labels(labels, 1.0, 4, 1)
     assert np.bincount(poisoned, minlength=4) / 30_000 == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3], abs=0.01)
     assert (wrong_labels(labels, 0.5, 4, 2) != wrong_labels(labels, 0.5, 4, 3)).any()
-
-
-def test_what_cannot_be_poisoned() -> None:
-    labels = np.array([0, 1, 2])
-    for fraction in (-0.1, 1.1, float("nan")):
-        with pytest.raises(UserError, match="fraction"):
-            wrong_labels(labels, fraction, 3, 0)
-    with pytest.raises(UserError, match="classes"):
-        wrong_labels(np.zeros(3, dtype=np.int64), 0.5, 1, 0)
-    for bad in (np.array([0, 3]), np.array([-1, 0])):
-        with pytest.raises(UserError, match="0 to 2"):
-            wrong_labels(bad, 0.5, 3, 0)

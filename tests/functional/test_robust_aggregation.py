@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -15,7 +14,6 @@ from scipy import stats
 from scipy.spatial.distance import cdist
 from torch import Tensor
 
-from fedshift.errors import UserError
 from fedshift.functional import robust_aggregation as robust
 from fedshift.functional.robust_aggregation import coordinate_median, krum, krum_scores, squared_distances, trimmed_mean
 
@@ -57,18 +55,6 @@ class Once:
 
 
 # Median and trimmed mean ----------------------------------------------------------------------------------------------
-
-
-def test_worked_median() -> None:
-    assert coordinate_median(models([1, 9], [2, -7], [300, 8]))["w"].tolist() == [2, 8]
-    assert coordinate_median(models([1, 9], [2, -7]))["w"].tolist() == [1.5, 1]
-
-
-def test_worked_trimmed_mean() -> None:
-    rows = models([-90, 1], [1, 2], [2, 3], [6, 4], [1000, 99])
-    assert trimmed_mean(rows, 1)["w"].tolist() == [3, 3]
-    assert trimmed_mean(rows, 2)["w"].tolist() == [2, 3]
-    assert trimmed_mean(rows, 0)["w"].tolist() == pytest.approx([183.8, 21.8])
 
 
 def test_counters_take_the_lower_median() -> None:
@@ -134,24 +120,7 @@ def test_memory_bounds_the_numbers_held_and_not_the_result(at_once: int) -> None
     )
 
 
-def test_what_cannot_be_aggregated() -> None:
-    with pytest.raises(UserError, match="not one site"):
-        coordinate_median([])
-    with pytest.raises(UserError, match=r"trim: 2 .* 4 sites"):
-        trimmed_mean(models([1], [2], [3], [4]), 2)
-    with pytest.raises(UserError, match="'w' has shape"):
-        coordinate_median(models([1], [2, 3]))
-
-
 # Krum -----------------------------------------------------------------------------------------------------------------
-
-
-def test_worked_krum() -> None:
-    """f = 1, so a score is the sum of the two smallest of four squared distances."""
-    distances = squared_distances(models([0], [1], [3], [4], [100]))
-    assert krum_scores(distances, 1) == [1 + 9, 1 + 4, 4 + 1, 1 + 9, 96**2 + 97**2]
-    assert krum(distances, 1) == [1]
-    assert krum(distances, 1, keep=4) == [1, 2, 0, 3]
 
 
 @given(several(5))
@@ -186,14 +155,6 @@ def test_krum_keeps_no_outlier(found: list[Model], place: int, value: float) -> 
     assert len(set(kept)) == len(found) - 1
 
 
-@pytest.mark.parametrize(
-    ("sites", "faulty", "keep", "message"), [(4, 1, 1, "faulty: 1"), (5, 1, 5, "keep: 5"), (5, 1, 0, "keep: 0")]
-)
-def test_krum_needs_enough_sites(sites: int, faulty: int, keep: int, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        krum(torch.zeros(sites, sites), faulty, keep)
-
-
 # Clipping and trust ---------------------------------------------------------------------------------------------------
 
 
@@ -216,19 +177,13 @@ def test_a_clipped_update_is_no_longer_than_the_bound(found: list[Model], bound:
         assert clipped.equal(model)
 
 
-def test_worked_trust() -> None:
-    zero, right = {"w": torch.zeros(2)}, {"w": torch.tensor([2.0, 0.0])}
-    for numbers, expected in (([3.0, 0.0], 1), ([1.0, 1.0], math.sqrt(0.5)), ([0.0, 5.0], 0), ([-1.0, 9.0], 0)):
-        assert robust.trust_score({"w": torch.tensor(numbers)}, right, zero) == pytest.approx(expected)
-    assert robust.trust_score(zero, right, zero) == 0
-
-
 @settings(max_examples=50)
 @given(several(3, 3), st.floats(0.125, 64))
 def test_trust_depends_on_the_direction_alone(found: list[Model], factor: float) -> None:
     centre = {name: torch.zeros_like(tensor) for name, tensor in found[0].items()}
     longer = {name: tensor.double() * factor for name, tensor in found[0].items()}
     trusted = found[1]
+    assert robust.trust_score(centre, trusted, centre) == 0
     score = robust.trust_score(found[0], trusted, centre)
     assert 0 <= score <= 1
     assert robust.trust_score(longer, trusted, centre) == pytest.approx(score, abs=1e-9)

@@ -272,6 +272,11 @@ CASES = [
     ),
     case(reference_distribution.alignment_loss, V),
     case(reference_distribution.reference_loss, V),
+    case(
+        reference_distribution.reference_loss,
+        V,
+        call=lambda x: reference_distribution.reference_loss(x, "towards_features"),
+    ),
     case(reference_distribution.total_loss, (), ()),
     # Masks and styles
     case(masking.straight_through_mask, (D,), call=lambda x: masking.straight_through_mask(x, x.new_full(ND, 0.4))),
@@ -438,6 +443,20 @@ DEGENERATE: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
 @pytest.mark.parametrize("one", CASES, ids=name_of)
 def test_degenerate_inputs(one: Case, kind: str) -> None:
     check(one.call, tuple(DEGENERATE[kind](shape) for shape in one.shapes), None)
+
+
+HELD = {
+    *(sharpness.worst_nearby, mmd.multi_kernel_mmd, mmd.weighted_multi_kernel_mmd, mixing.mixed_styles),
+    *(knowledge_vote.distillation_loss, experts.consensus_regularisation, adversarial.certainty_weights),
+    *(adversarial.reverse_gradient, masking.straight_through_mask),
+}
+"""Whose gradients are no derivatives on purpose: a step, a bandwidth or a teacher is constant, or a sign is turned."""
+
+
+@pytest.mark.parametrize("one", [one for one in CASES if one.function not in HELD], ids=name_of)
+def test_gradients_are_those_of_differences(one: Case) -> None:
+    inputs = tuple(value.double().requires_grad_() for value in drawn(one.shapes, 1.0, 1, rounded=False))
+    assert torch.autograd.gradcheck(one.call, inputs)
 
 
 # The objectives of runs ----------------------------------------------------------------------------------------------

@@ -66,11 +66,6 @@ def test_the_loss_of_a_task() -> None:
         task_loss(torch.randn(2, 3, 5, 5), masks)
 
 
-def test_gradient_of_dice() -> None:
-    probabilities = torch.rand(2, 2, 5, 5).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda s: dice_loss(s, blobs(3, size=5)), (probabilities,))
-
-
 @given(st.integers(0, 99), st.integers(1, 6))
 def test_morphology_against_scipy(seed: int, steps: int) -> None:
     masks = blobs(seed)
@@ -115,16 +110,6 @@ def test_contrast_against_a_loop(seed: int, ones: int, zeros: int) -> None:
     labels = torch.tensor([1] * ones + [0] * zeros)
     found = contrastive_loss(embeddings, labels, 0.3)
     assert found.item() == pytest.approx(loop_over_pairs(embeddings, labels, 0.3), rel=1e-9, abs=1e-12)
-
-
-def test_gradient_of_contrast_is_finite_without_a_counterpart() -> None:
-    embeddings = torch.randn(3, 4).double().requires_grad_()
-    contrastive_loss(embeddings, torch.ones(3)).backward()
-    assert embeddings.grad is not None
-    assert torch.isfinite(embeddings.grad).all()
-    labels = torch.tensor([1, 1, 0, 0])
-    others = torch.randn(4, 3).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda e: contrastive_loss(e, labels, 0.5), (others,))
 
 
 def test_boundary_separates_contours_from_surroundings() -> None:

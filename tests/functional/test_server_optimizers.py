@@ -54,22 +54,6 @@ def test_adam_is_torch_s_where_its_bias_correction_is_taken_back(
     assert weight.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("rule", "second"),
-    [
-        ("adagrad", 0.25 + 4.0),
-        ("adam", 0.75 * 0.25 + 0.25 * 4.0),
-        ("yogi", 0.25 + 0.25 * 4.0),  # v is below Δ², so it grows by (1 − β₂)Δ²
-    ],
-)
-def test_worked_steps(rule: Second, second: float) -> None:
-    """m = 1, v = 0.25, Δ = 2, β₁ = 0.5, β₂ = 0.75, η = 0.1, τ = 0.5."""
-    weight, first, found = adaptive_step(number(3), number(2), number(1), number(0.25), rule, (0.5, 0.75), 0.1, 0.5)
-    assert first.item() == 1.5
-    assert found.item() == pytest.approx(second)
-    assert weight.item() == pytest.approx(3 + 0.1 * 1.5 / (second**0.5 + 0.5))
-
-
 def test_yogi_shrinks_by_the_change_and_adam_by_a_share() -> None:
     """v = 100, Δ = 1: yogi takes away 0.01, adam a hundredth of 99."""
     seconds = {

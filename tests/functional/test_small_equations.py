@@ -11,15 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshift.functional import (
-    averaging,
-    clustering,
-    feature_alignment,
-    masking,
-    meta_learning,
-    mixing,
-    noisy_moments,
-)
+from fedshift.functional import averaging, clustering, feature_alignment, masking, meta_learning, mixing, noisy_moments
 
 LABELS = st.lists(st.integers(0, 3), min_size=1, max_size=12).map(torch.tensor)
 

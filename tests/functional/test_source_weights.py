@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedshift.errors import UserError
 from fedshift.functional.source_weights import (
     adjusted_shares,
     distance_weights,
@@ -23,7 +20,6 @@ from fedshift.functional.source_weights import (
 
 LEAVE_ONE_OUT = (0.91, 0.91, 0.02)
 SHAPLEY = (1.233233, 0.763533, 0.803233)
-RELEASED = (1.233333, 0.763333, 0.803333)
 FOCUS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8)
 
 
@@ -43,23 +39,6 @@ def test_worked_numbers_of_domain_weights(focus: tuple[float, ...], expected: tu
         assert target == pytest.approx(0.4)
         assert sources == pytest.approx(expected, abs=1e-6)
         assert sum(sources) == pytest.approx(0.6)
-
-
-def test_sources_that_add_nothing_share_equally() -> None:
-    sources, target = domain_weights([0.0, -0.04], [100, 300], 100)
-    assert sources == pytest.approx([0.4, 0.4])
-    assert target == pytest.approx(0.2)
-
-
-def test_worked_numbers_of_the_released_weights() -> None:
-    sources, target = released_domain_weights(RELEASED, 1.0)
-    assert (target, [round(share, 4) for share in sources]) == (0.25, [0.3304, 0.2045, 0.2152])
-    smoothed = smoothed_weights([0.25] * 4, [target, *sources])
-    assert smoothed == pytest.approx([0.25, 0.2580, 0.2454, 0.2465], abs=5.1e-5)
-    exact, target = released_domain_weights(RELEASED, 0.5)
-    assert target == 0.125
-    assert sum(exact) == pytest.approx(0.875)
-    assert released_domain_weights([0.0, -1.0], 0.0) == ([0.5, 0.5], 0.0)
 
 
 @given(FOCUS, st.integers(0, 1000), st.floats(0, 1), st.data())
@@ -95,9 +74,6 @@ def test_relative_gains_know_no_scale(before: float, after: list[float], scale: 
     assert gains == pytest.approx([1 - value / before for value in after])
     assert relative_gains(scale * before, [scale * value for value in after]) == pytest.approx(gains)
     assert relative_gains(0.0, after) == [0.0] * len(after)
-    for wrong in (-1.0, math.nan, math.inf):
-        with pytest.raises(UserError):
-            relative_gains(before, [*after, wrong])
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(0, 1))
@@ -108,31 +84,6 @@ def test_smoothing_keeps_the_sum(weights: list[float], momentum: float) -> None:
     assert sum(smoothed) == pytest.approx(sum(weights))
     assert smoothed_weights(weights, new, 1.0) == weights
     assert smoothed_weights(weights, new, 0.0) == new
-
-
-def test_weights_that_cannot_be() -> None:
-    for samples, target in (([1, 2], 5), ([1, 2, 0], 5), ([1, 2, 3], -1)):
-        with pytest.raises(UserError):
-            domain_weights([1.0, 1.0, 1.0], samples, target)
-    for focus in ([], [math.nan], [math.inf]):
-        with pytest.raises(UserError):
-            domain_weights(focus, [1] * len(focus), 1)
-        with pytest.raises(UserError):
-            released_domain_weights(focus, 0.5)
-        with pytest.raises(UserError):
-            gain_weights(focus)
-    for fraction in (-0.1, 1.1, math.nan):
-        with pytest.raises(UserError, match="fraction"):
-            released_domain_weights([1.0], fraction)
-        with pytest.raises(UserError, match="momentum"):
-            smoothed_weights([1.0], [1.0], fraction)
-    with pytest.raises(UserError):
-        smoothed_weights([1.0], [0.5, 0.5])
-    with pytest.raises(UserError):
-        sample_weights([])
-    for distances in ([-1.0, 0.0], [math.nan, 0.0], [math.inf, 0.0], [1.0]):
-        with pytest.raises(UserError):
-            distance_weights([1, 1], distances)
 
 
 # Generalization adjustment --------------------------------------------------------------------------------------------
@@ -167,12 +118,6 @@ def test_adjusted_shares_stay_shares_and_follow_the_gaps(sites: list[tuple[float
     assert found[large] * shares[small] >= found[small] * shares[large] - 1e-9
     assert adjusted_shares(shares, [1.0] * len(shares), step) == shares
     assert adjusted_shares(shares, gaps, 0.0) == pytest.approx(shares)
-
-
-def test_gaps_that_cannot_be() -> None:
-    for gaps in ([1.0], [math.nan, 1.0]):
-        with pytest.raises(UserError, match="finite gap"):
-            adjusted_shares([0.5, 0.5], gaps, 0.1)
 
 
 def test_shares_are_cut_at_one_before_they_are_divided() -> None:
