@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import CNN, LINEAR, domains, federation, training
+from tiny import LINEAR, federation, training
 
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation import exchange as federation_module
@@ -282,21 +282,3 @@ def test_the_mean_of_fifty_models_holds_few_of_them() -> None:
     counts = np.array([1 + number % 3 for number in range(50)])
     assert float(weights["w"][0]) == pytest.approx((np.arange(50) * counts).sum() / counts.sum() / 10, rel=1e-6)
     assert sum(shares.values()) == pytest.approx(1, abs=1e-12)
-
-
-def test_settings_of_training() -> None:
-    assert training(lr_schedule="cosine", lr=0.1).learning_rate(0.5) == pytest.approx(0.05)
-    assert training(lr_schedule="inverse_power", lr=0.1).learning_rate(1.0) == pytest.approx(0.1 * 11**-0.75)
-    assert training(augmentation="ccst").augmentation.flip == 0.5
-    weight = torch.nn.Parameter(torch.ones(1))
-    frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
-    for name in ("sgd", "adam"):
-        optimizer = training(optimizer=name).build_optimizer([weight, frozen], 0.3)
-        assert [group["lr"] for group in optimizer.param_groups] == [0.3]
-        assert optimizer.param_groups[0]["params"] == [weight]
-
-
-def test_the_sites_of_a_federation() -> None:
-    where = federation(Probe(), roles={"small": "target"})
-    assert (where.sources, where.targets) == (("large", "one"), ("small",))
-    assert [len(domain) for domain in domains(CNN)] == [41, 5, 1]

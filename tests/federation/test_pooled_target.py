@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import CNN, NORMED, domains, federation, plans, run, setting, start_of, step_on, unlabelled_like
+from tiny import CNN, domains, federation
 
 import fedshift
 from fedshift.errors import FedshiftError
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.site import Batch, Envelope, Site
-from fedshift.federation.site_runner import SitePlan
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.pooled.deepall import DeepAll
-from fedshift.methods.rounds import start_run
 
 OWN = '''
 """Cross-entropy at the sources, and predictions at the target that are as sure as can be."""
@@ -124,60 +119,11 @@ def test_it_ends_with_the_budget(method: Method) -> None:
         assert site.mini_batches == 4 * steps
 
 
-def test_another_order_in_another_exchange(method: Method) -> None:
-    where, orders = federation(method), []
-    for exchange in (1, 1, 2):
-        site = begun(where)
-        site.begin(Envelope(exchange, 1, 0.0, 100))
-        sources, target = next(iter(site.domain_batches(1)))
-        assert target is not None
-        orders.append((sources[0].rows.tolist(), target.rows.tolist()))
-    assert orders[0] == orders[1]
-    assert orders[0][0] != orders[2][0]
-    assert orders[0][1] != orders[2][1]
-
-
 def test_a_pool_without_a_target() -> None:
     site = begun(federation(DeepAll()))
     assert site.unlabelled is None
     assert [target for _, target in site.domain_batches(2)] == [None, None]
     assert site.mini_batches == 2 * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("network", "options"),
-    [(CNN, {}), ({**NORMED, "dropout": 0.5}, {"momentum": 0.9, "reset_optimizer_each_round": False}),
-     (CNN, {"augmentation": "ccst"})],
-    ids=["plain", "dropout and momentum", "augmentation"],
-)  # fmt: skip
-def test_same_bits_in_a_pool_of_processes(
-    method: Method, network: dict[str, object], options: dict[str, Any], pool: WorkerPool
-) -> None:
-    here, one = run(method, network=network, **options)
-    there, many = run(method, network=network, pool=pool, **options)
-    assert there.weights == here.weights
-    assert here.weights != start_of(method, network=network)
-    assert there.report == here.report
-    assert many.progress == one.progress
-    assert many.ledger.total == one.ledger.total
-
-
-def test_the_target_s_labels_change_nothing_and_its_samples_do(method: Method) -> None:
-    found = domains(CNN)
-    target = unlabelled_like(found[0])
-    weights = []
-    for other in (
-        target,
-        replace(target, labels=(target.labels + 1) % 3),
-        replace(target, inputs=255 - np.asarray(target.inputs)),
-    ):
-        (plan,) = plans(method, found)
-        plan = SitePlan(plan.name, plan.role, plan.parts, [(other, np.arange(14), 3)])
-        where = LocalFederation([plan], setting(method, found), budget={"pool": 40}, rounds=1)
-        weights.append(step_on(method, where, start_run(method, where, start_of(method))).weights)
-    assert weights[0] == weights[1]
-    assert weights[0] != weights[2]
 
 
 def test_an_experiment_counts_the_target_s_samples(own: Path, tmp_path: Path) -> None:

@@ -195,9 +195,6 @@ def test_a_factor_that_a_site_says_itself_does_not_blow_up_the_model(factor: flo
     assert max(float(tensor.abs().max()) for tensor in state.weights.values()) < 100
 
 
-# A run ----------------------------------------------------------------------------------------------------------------
-
-
 class Large(FedAvg):
     """One site sends a model of 3e38."""
 

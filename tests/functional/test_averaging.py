@@ -37,9 +37,6 @@ def test_buffers_are_known_by_name() -> None:
     assert not is_buffer("my_running_mean")
 
 
-# Mean ------------------------------------------------------------------------------------------------
-
-
 def test_mean_agrees_with_numpy_in_float64() -> None:
     models = [network(seed).state_dict() for seed in range(4)]
     shares = [0.1, 0.4, 0.2, 0.3]
@@ -88,9 +85,6 @@ def test_one_weight_per_tensor() -> None:
     models = [{"a": torch.tensor(0.0), "b": torch.tensor(0.0)}, {"a": torch.tensor(8.0), "b": torch.tensor(8.0)}]
     mean = weighted_average(models, {"a": [3, 1], "b": [1, 3]})
     assert (mean["a"].item(), mean["b"].item()) == (2.0, 6.0)
-
-
-# BatchNorm -------------------------------------------------------------------------------------------
 
 
 def statistics(mean: float, variance: float) -> dict[str, Tensor]:

@@ -25,9 +25,6 @@ def of(*values: float) -> dict[str, Tensor]:
     return {"w": torch.tensor(values, dtype=torch.float64)}
 
 
-# SCAFFOLD ------------------------------------------------------------------------------------------------------------
-
-
 @given(NUMBER, NUMBER, st.lists(NUMBER, min_size=1, max_size=6), st.floats(1e-3, 1))
 def test_a_control_variate_is_the_mean_gradient_on_the_way(
     own: float, common: float, gradients: list[float], rate: float
@@ -46,9 +43,6 @@ def test_the_linear_term_adds_its_direction_to_the_gradient() -> None:
     assert term.item() == -1 + 8 + 15
     gradients = torch.autograd.grad(term, list(weights.values()))
     assert [gradient.tolist() for gradient in gradients] == [[-1.0, 4.0], [5.0]]
-
-
-# FedNova -------------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 30), MOMENTUM, st.floats(1e-3, 0.9))
@@ -83,9 +77,6 @@ def test_equal_factors_give_the_mean(models: list[tuple[float, float]], start: f
 def test_a_site_without_steps_counts_as_not_moved() -> None:
     found = normalised_average(of(1.0), [of(3.0), of(1.0)], [0.5, 0.5], [2.0, 0.0])
     assert found["w"].item() == 1 + (0.5 * 2) * (0.5 * 1)
-
-
-# FedDyn --------------------------------------------------------------------------------------------------------------
 
 
 @given(NUMBER, NUMBER, NUMBER, st.floats(0.01, 2))

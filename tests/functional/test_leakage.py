@@ -39,22 +39,6 @@ def gradient_of(network: nn.Module, inputs: Tensor, labels: list[int]) -> list[T
     return list(torch.autograd.grad(loss, list(network.parameters())))
 
 
-# Inversions -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_linear_layer_leaks_its_input_exactly() -> None:
-    layer = nn.Linear(2, 3).double()
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    x = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
-    weight, bias = gradient_of(layer, x, [1])
-    torch.testing.assert_close(bias, torch.tensor([1 / 3, -2 / 3, 1 / 3], dtype=torch.float64))
-    for row, part in zip(weight, bias, strict=True):
-        torch.testing.assert_close(row / part, x[0])
-    torch.testing.assert_close(invert_linear(weight, bias), x[0])
-    assert infer_label(bias) == 1
-
-
 @given(st.integers(1, 6), st.integers(2, 5), st.integers(1, 9), st.integers(0, 99))
 @settings(max_examples=30)
 def test_the_first_layer_of_any_network_leaks_one_sample(width: int, classes: int, hidden: int, seed: int) -> None:
@@ -102,9 +86,6 @@ def test_gradients_in_an_update_against_sgd(momentum: float, nesterov: bool, ste
     torch.testing.assert_close(found / gradients_in_update(steps, momentum, nesterov), gradient)
 
 
-# Distances ------------------------------------------------------------------------------------------------------------
-
-
 def test_worked_numbers_of_distances() -> None:
     first = [torch.tensor([[1.0, 2.0]]), torch.tensor([2.0])]
     second = [torch.tensor([[1.0, 0.0]]), torch.tensor([5.0])]
@@ -148,9 +129,6 @@ def test_total_variation() -> None:
     for changed in (images.flip(-1), images.flip(-2), images.mT, images + 3, 1 - images):
         torch.testing.assert_close(total_variation(changed), total_variation(images))
     assert torch.autograd.gradcheck(total_variation, (images.requires_grad_(),))
-
-
-# Likeness -------------------------------------------------------------------------------------------------------------
 
 
 def naive_ssim(x: np.ndarray, y: np.ndarray, size: int, peak: float) -> float:

@@ -54,9 +54,6 @@ class Once:
         return ({name: tensor.clone() for name, tensor in model.items()} for model in self.found)
 
 
-# Median and trimmed mean ----------------------------------------------------------------------------------------------
-
-
 def test_counters_take_the_lower_median() -> None:
     counts = [{"n": torch.tensor(value)} for value in (7, 5, 2**62, 5)]
     assert coordinate_median(counts)["n"] == 5
@@ -120,9 +117,6 @@ def test_memory_bounds_the_numbers_held_and_not_the_result(at_once: int) -> None
     )
 
 
-# Krum -----------------------------------------------------------------------------------------------------------------
-
-
 @given(several(5))
 def test_distances_are_scipy_s(found: list[Model]) -> None:
     whole = table(found).astype(float)
@@ -153,9 +147,6 @@ def test_krum_keeps_no_outlier(found: list[Model], place: int, value: float) -> 
     kept = krum(squared_distances(found), 1, keep=len(found) - 1)
     assert place not in kept
     assert len(set(kept)) == len(found) - 1
-
-
-# Clipping and trust ---------------------------------------------------------------------------------------------------
 
 
 def test_worked_clipping() -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import math
@@ -50,6 +51,7 @@ from fedshift.functional import (
     styles,
     survival,
 )
+from tried import case
 
 N, D, C = 6, 4, 3
 SMALLEST = 1e-30
@@ -82,209 +84,120 @@ def shares(logits: Tensor) -> Tensor:
     return logits.softmax(-1)
 
 
-def case(function: Callable[..., Any], *shapes: tuple[int, ...], call: Callable[..., Any] | None = None) -> Case:
-    return Case(function, shapes, call or function)
+def entry(function: Callable[..., Any], call: Callable[..., Any] | None, *shapes: tuple[int, ...]) -> Case:
+    """``call`` takes the function before the numbers; None where numbers are all that the function takes."""
+    return Case(function, shapes, functools.partial(call, function) if call else function)
 
 
 NC, ND, V = (N, C), (N, D), (N,)
 CASES = [
     # Losses of tasks
-    case(losses.task_loss, NC, call=lambda x: losses.task_loss(x, LABELS)),
-    case(losses.task_loss, (2, 2, 9, 9), call=lambda x: losses.task_loss(x, like(MASKS, x))),
-    case(losses.smoothed_cross_entropy, NC, call=lambda x: losses.smoothed_cross_entropy(x, LABELS, 0.1)),
-    case(losses.smoothed_cross_entropy, NC, call=lambda x: losses.smoothed_cross_entropy(x, LABELS, 0.1, "others")),
-    case(losses.balanced_scores, NC, call=lambda x: losses.balanced_scores(x, torch.tensor([1, 16, 81]), 1.0)),
-    case(losses.calibrated_scores, NC, call=lambda x: losses.calibrated_scores(x, torch.tensor([1, 16, 81]), 1.0)),
-    case(
-        survival.partial_likelihood, V, call=lambda x: survival.partial_likelihood(x, like(TIMES, x), like(EVENTS, x))
-    ),
-    case(segmentation.dice_loss, (2, 2, 9, 9), call=lambda x: segmentation.dice_loss(x.sigmoid(), like(MASKS, x))),
+    entry(losses.task_loss, lambda f, x: f(x, LABELS), NC),
+    entry(losses.task_loss, lambda f, x: f(x, like(MASKS, x)), (2, 2, 9, 9)),
+    entry(losses.smoothed_cross_entropy, lambda f, x: f(x, LABELS, 0.1), NC),
+    entry(losses.smoothed_cross_entropy, lambda f, x: f(x, LABELS, 0.1, "others"), NC),
+    entry(losses.balanced_scores, lambda f, x: f(x, torch.tensor([1, 16, 81]), 1.0), NC),
+    entry(losses.calibrated_scores, lambda f, x: f(x, torch.tensor([1, 16, 81]), 1.0), NC),
+    entry(survival.partial_likelihood, lambda f, x: f(x, like(TIMES, x), like(EVENTS, x)), V),
+    entry(segmentation.dice_loss, lambda f, x: f(x.sigmoid(), like(MASKS, x)), (2, 2, 9, 9)),
     # Regularisers
-    case(
-        attention.common_positions,
-        (4, 2, 3, 3),
-        (4, 2, 3, 3),
-        call=lambda q, k: attention.common_positions(q, k, ORDER),
-    ),
-    case(contrastive.supervised_contrast, ND, call=lambda x: contrastive.supervised_contrast(x, LABELS, 0.5)),
-    case(
-        contrastive.supervised_contrast,
-        ND,
-        call=lambda x: contrastive.supervised_contrast(x, LABELS, 0.5, with_itself=False),
-    ),
-    case(gradient_matching.direction_gap, ND, ND, call=lambda x, y: gradient_matching.direction_gap([x], [y])),
-    case(distillation.spread_of_predictions, NC, NC, call=lambda x, y: distillation.spread_of_predictions([x, y])),
-    case(losses.entropy, NC, call=lambda x: losses.entropy(shares(x))),
-    case(losses.entropy_of_logits, NC),
-    case(losses.proximal_penalty, ND, ND, call=lambda x, y: losses.proximal_penalty([("w", x)], {"w": y}, 0.1)),
-    case(representation.norm_regulariser, ND),
-    case(representation.norm_regulariser, ND, call=lambda x: representation.norm_regulariser(x, "norm")),
-    case(
-        representation.gaussian_divergence,
-        *(ND,) * 4,
-        call=lambda m, s, n, t: representation.gaussian_divergence(m, 0.1 + s.abs(), n, 0.1 + t.abs()),
-    ),
-    case(representation.mean_prediction, (2, N, C)),
-    case(information.information_maximisation, NC),
-    case(information.mutual_information, V, ND),
-    case(control_variates.linear_term, ND, ND, call=lambda x, y: control_variates.linear_term({"w": x}, {"w": y})),
-    case(
-        control_variates.dynamic_penalty,
-        *(ND,) * 3,
-        call=lambda x, y, z: control_variates.dynamic_penalty({"w": x}, {"w": y}, {"w": z}, 0.01),
-    ),
-    case(meta_learning.weighted_l1, ND, ND, call=lambda x, y: meta_learning.weighted_l1([x], [y])),
-    case(meta_learning.utility, (), ()),
-    case(
-        meta_learning.inner_step,
-        ND,
-        ND,
-        call=lambda x, y: meta_learning.inner_step({"w": x}, [y], 0.1, second_order=True)["w"],
-    ),
-    case(meta_learning.clipped_by_norm, ND, call=lambda x: meta_learning.clipped_by_norm([x], 2.0)[0]),
-    case(
-        sharpness.worst_nearby,
-        ND,
-        ND,
-        call=lambda x, y: sharpness.worst_nearby({"w": x}, [y], 0.05, adaptive=True)["w"],
-    ),
+    entry(attention.common_positions, lambda f, q, k: f(q, k, ORDER), (4, 2, 3, 3), (4, 2, 3, 3)),
+    entry(contrastive.supervised_contrast, lambda f, x: f(x, LABELS, 0.5), ND),
+    entry(contrastive.supervised_contrast, lambda f, x: f(x, LABELS, 0.5, with_itself=False), ND),
+    entry(gradient_matching.direction_gap, lambda f, x, y: f([x], [y]), ND, ND),
+    entry(distillation.spread_of_predictions, lambda f, x, y: f([x, y]), NC, NC),
+    entry(losses.entropy, lambda f, x: f(shares(x)), NC),
+    entry(losses.entropy_of_logits, None, NC),
+    entry(losses.proximal_penalty, lambda f, x, y: f([("w", x)], {"w": y}, 0.1), ND, ND),
+    entry(representation.norm_regulariser, None, ND),
+    entry(representation.norm_regulariser, lambda f, x: f(x, "norm"), ND),
+    entry(representation.gaussian_divergence, lambda f, m, s, n, t: f(m, 0.1 + s.abs(), n, 0.1 + t.abs()), *(ND,) * 4),
+    entry(representation.mean_prediction, None, (2, N, C)),
+    entry(information.information_maximisation, None, NC),
+    entry(information.mutual_information, None, V, ND),
+    entry(control_variates.linear_term, lambda f, x, y: f({"w": x}, {"w": y}), ND, ND),
+    entry(control_variates.dynamic_penalty, lambda f, x, y, z: f({"w": x}, {"w": y}, {"w": z}, 0.01), *(ND,) * 3),
+    entry(meta_learning.weighted_l1, lambda f, x, y: f([x], [y]), ND, ND),
+    entry(meta_learning.utility, None, (), ()),
+    entry(meta_learning.inner_step, lambda f, x, y: f({"w": x}, [y], 0.1, second_order=True)["w"], ND, ND),
+    entry(meta_learning.clipped_by_norm, lambda f, x: f([x], 2.0)[0], ND),
+    entry(sharpness.worst_nearby, lambda f, x, y: f({"w": x}, [y], 0.05, adaptive=True)["w"], ND, ND),
     # Distances between domains, models and samples
-    case(moments.moment_distance, ND, ND, ND, call=lambda *x: moments.moment_distance(x)),
-    case(moments.moment_distance, ND, ND, ND, call=lambda *x: moments.moment_distance(x, "mean_variance")),
-    case(moments.classifier_discrepancy, NC, NC, call=lambda x, y: moments.classifier_discrepancy(x, y)),
-    case(mmd.multi_kernel_mmd, ND, ND),
-    case(
-        mmd.weighted_multi_kernel_mmd,
-        (1, N, D),
-        (2, N, D),
-        call=lambda x, y: mmd.weighted_multi_kernel_mmd(x, y, x.new_tensor([[0.3, 0.7]])),
-    ),
-    case(
+    entry(moments.moment_distance, lambda f, *x: f(x), ND, ND, ND),
+    entry(moments.moment_distance, lambda f, *x: f(x, "mean_variance"), ND, ND, ND),
+    entry(moments.classifier_discrepancy, lambda f, x, y: f(x, y), NC, NC),
+    entry(mmd.multi_kernel_mmd, None, ND, ND),
+    entry(mmd.weighted_multi_kernel_mmd, lambda f, x, y: f(x, y, x.new_tensor([[0.3, 0.7]])), (1, N, D), (2, N, D)),
+    entry(
         batchnorm.batchnorm_objective,
+        lambda f, x, m, v: f(x, m, v.square(), x.new_tensor([0.3, 0.7])),
         ND,
         (2, D),
         (2, D),
-        call=lambda x, m, v: batchnorm.batchnorm_objective(x, m, v.square(), x.new_tensor([0.3, 0.7])),
     ),
-    case(
-        contrastive.model_contrastive_loss,
-        *(ND,) * 3,
-        call=lambda x, y, z: contrastive.model_contrastive_loss(x, y, z, 0.5),
-    ),
-    case(contrastive.paired_loss, (N, N)),
-    case(contrastive.gradient_gap, ND, ND, call=lambda x, y: contrastive.gradient_gap([x], [y])),
-    case(
-        metric_learning.semi_hard_triplet_loss,
-        ND,
-        call=lambda x: metric_learning.semi_hard_triplet_loss(x, LABELS, 1.0),
-    ),
-    case(
-        metric_learning.momentum_triplet_loss,
-        ND,
-        ND,
-        call=lambda x, y: metric_learning.momentum_triplet_loss(x, y, LABELS, y, LABELS.flip(0), 1.0),
-    ),
-    case(metric_learning.squared_distances, ND, ND),
-    case(metric_learning.class_confusion, NC, call=lambda x: metric_learning.class_confusion(x, LABELS, C, 2.0)[0]),
-    case(
+    entry(contrastive.model_contrastive_loss, lambda f, x, y, z: f(x, y, z, 0.5), *(ND,) * 3),
+    entry(contrastive.paired_loss, None, (N, N)),
+    entry(contrastive.gradient_gap, lambda f, x, y: f([x], [y]), ND, ND),
+    entry(metric_learning.semi_hard_triplet_loss, lambda f, x: f(x, LABELS, 1.0), ND),
+    entry(metric_learning.momentum_triplet_loss, lambda f, x, y: f(x, y, LABELS, y, LABELS.flip(0), 1.0), ND, ND),
+    entry(metric_learning.squared_distances, None, ND, ND),
+    entry(metric_learning.class_confusion, lambda f, x: f(x, LABELS, C, 2.0)[0], NC),
+    entry(
         metric_learning.confusion_divergence,
-        NC,
-        NC,
-        call=lambda x, y: metric_learning.confusion_divergence(
+        lambda f, x, y: f(
             metric_learning.class_confusion(x, LABELS, C, 2.0), metric_learning.class_confusion(y, LABELS, C, 2.0)
         ),
+        NC,
+        NC,
     ),
-    case(segmentation.contrastive_loss, ND, call=lambda x: segmentation.contrastive_loss(x, LABELS)),
-    case(segmentation.boundary_loss, (2, 3, 9, 9), call=lambda x: segmentation.boundary_loss(x, like(MASKS, x))),
-    case(segmentation.region_means, (2, 3, 9, 9), call=lambda x: segmentation.region_means(x, like(MASKS, x))[0]),
+    entry(segmentation.contrastive_loss, lambda f, x: f(x, LABELS), ND),
+    entry(segmentation.boundary_loss, lambda f, x: f(x, like(MASKS, x)), (2, 3, 9, 9)),
+    entry(segmentation.region_means, lambda f, x: f(x, like(MASKS, x))[0], (2, 3, 9, 9)),
     # Domains that should be alike
-    case(feature_alignment.coral_distance, ND, ND),
-    case(
-        feature_alignment.coral_distance,
-        ND,
-        ND,
-        call=lambda x, y: feature_alignment.coral_distance(x, y, "mean_and_covariance"),
-    ),
-    case(
-        feature_alignment.gaussian_discrepancy,
-        ND,
-        ND,
-        call=lambda x, y: feature_alignment.gaussian_discrepancy([x, y], [0.1, 1.0]),
-    ),
-    case(invariance.irm_penalty, NC, NC, call=lambda x, y: invariance.irm_penalty([x, y], [LABELS, LABELS])),
+    entry(feature_alignment.coral_distance, None, ND, ND),
+    entry(feature_alignment.coral_distance, lambda f, x, y: f(x, y, "mean_and_covariance"), ND, ND),
+    entry(feature_alignment.gaussian_discrepancy, lambda f, x, y: f([x, y], [0.1, 1.0]), ND, ND),
+    entry(invariance.irm_penalty, lambda f, x, y: f([x, y], [LABELS, LABELS]), NC, NC),
     # Answers of several networks
-    case(distillation.other_scores, NC, call=lambda x: distillation.other_scores(x, LABELS)),
-    case(distillation.softened_divergence, NC, NC, call=lambda x, y: distillation.softened_divergence(x, y, 2.0)),
-    case(
-        knowledge_vote.distillation_loss,
-        NC,
-        NC,
-        call=lambda x, y: knowledge_vote.distillation_loss(x, shares(y).detach(), y.new_ones(N)),
-    ),
-    case(experts.expert_cross_entropy, NC, call=lambda x: experts.expert_cross_entropy(shares(x), LABELS)),
-    case(
-        experts.consensus_regularisation,
-        (3, N, C),
-        NC,
-        call=lambda x, y: experts.consensus_regularisation(shares(x), shares(y), 1),
-    ),
-    case(
-        experts.unlabelled_ensemble_loss,
-        (3, N, C),
-        call=lambda x: experts.unlabelled_ensemble_loss(shares(x), LABELS, x.new_ones(N)),
-    ),
-    case(clustering.class_means, ND, call=lambda x: clustering.class_means(x, LABELS, C)[0]),
-    case(clustering.auxiliary_distribution, NC, call=lambda x: clustering.auxiliary_distribution(shares(x))),
-    case(clustering.student_assignment, ND, (C, D)),
-    case(
-        clustering.soft_cross_entropy,
-        NC,
-        NC,
-        call=lambda x, y: clustering.soft_cross_entropy(shares(x), y.log_softmax(1)),
-    ),
+    entry(distillation.other_scores, lambda f, x: f(x, LABELS), NC),
+    entry(distillation.softened_divergence, lambda f, x, y: f(x, y, 2.0), NC, NC),
+    entry(knowledge_vote.distillation_loss, lambda f, x, y: f(x, shares(y).detach(), y.new_ones(N)), NC, NC),
+    entry(experts.expert_cross_entropy, lambda f, x: f(shares(x), LABELS), NC),
+    entry(experts.consensus_regularisation, lambda f, x, y: f(shares(x), shares(y), 1), (3, N, C), NC),
+    entry(experts.unlabelled_ensemble_loss, lambda f, x: f(shares(x), LABELS, x.new_ones(N)), (3, N, C)),
+    entry(clustering.class_means, lambda f, x: f(x, LABELS, C)[0], ND),
+    entry(clustering.auxiliary_distribution, lambda f, x: f(shares(x)), NC),
+    entry(clustering.student_assignment, None, ND, (C, D)),
+    entry(clustering.soft_cross_entropy, lambda f, x, y: f(shares(x), y.log_softmax(1)), NC, NC),
     # Adversaries
-    case(adversarial.reverse_gradient, ND),
-    case(adversarial.domain_identifier_loss, V, V),
-    case(adversarial.generator_loss, V, V),
-    case(
-        adversarial.weighted_adversarial_loss,
-        V,
-        V,
-        call=lambda x, y: adversarial.weighted_adversarial_loss(x, y, x.new_ones(N)),
-    ),
-    case(
+    entry(adversarial.reverse_gradient, None, ND),
+    entry(adversarial.domain_identifier_loss, None, V, V),
+    entry(adversarial.generator_loss, None, V, V),
+    entry(adversarial.weighted_adversarial_loss, lambda f, x, y: f(x, y, x.new_ones(N)), V, V),
+    entry(
         adversarial.conditional_adversarial_loss,
+        lambda f, x, y: f(x, y, x.new_full(V, 1 / N), x.new_full(V, 1 / N)),
         V,
         V,
-        call=lambda x, y: adversarial.conditional_adversarial_loss(x, y, x.new_full(V, 1 / N), x.new_full(V, 1 / N)),
     ),
-    case(adversarial.combine_domains, V, V),
-    case(adversarial.combine_domains, V, V, call=lambda x, y: adversarial.combine_domains(x, y, rule="maxmin")),
-    case(adversarial.curriculum_weights, V),
-    case(adversarial.certainty_weights, V, call=lambda x: adversarial.certainty_weights(x.abs())),
-    case(adversarial.condition, ND, NC, call=lambda x, y: adversarial.condition(x, shares(y))),
-    case(reference_distribution.discriminator_loss, V, V),
-    case(
-        reference_distribution.discriminator_loss,
-        V,
-        V,
-        call=lambda x, y: reference_distribution.discriminator_loss(x, y, "formula"),
-    ),
-    case(reference_distribution.alignment_loss, V),
-    case(reference_distribution.reference_loss, V),
-    case(
-        reference_distribution.reference_loss,
-        V,
-        call=lambda x: reference_distribution.reference_loss(x, "towards_features"),
-    ),
-    case(reference_distribution.total_loss, (), ()),
+    entry(adversarial.combine_domains, None, V, V),
+    entry(adversarial.combine_domains, lambda f, x, y: f(x, y, rule="maxmin"), V, V),
+    entry(adversarial.curriculum_weights, None, V),
+    entry(adversarial.certainty_weights, lambda f, x: f(x.abs()), V),
+    entry(adversarial.condition, lambda f, x, y: f(x, shares(y)), ND, NC),
+    entry(reference_distribution.discriminator_loss, None, V, V),
+    entry(reference_distribution.discriminator_loss, lambda f, x, y: f(x, y, "formula"), V, V),
+    entry(reference_distribution.alignment_loss, None, V),
+    entry(reference_distribution.reference_loss, None, V),
+    entry(reference_distribution.reference_loss, lambda f, x: f(x, "towards_features"), V),
+    entry(reference_distribution.total_loss, None, (), ()),
     # Masks and styles
-    case(masking.straight_through_mask, (D,), call=lambda x: masking.straight_through_mask(x, x.new_full(ND, 0.4))),
-    case(masking.soft_interaction, ND, ND, call=lambda x, y: masking.soft_interaction(x.sigmoid(), y.sigmoid())),
-    case(masking.soft_interaction, ND, ND, call=lambda x, y: masking.soft_interaction(x.relu(), y.relu())),
-    case(mixing.mixed_styles, (4, 2, 3, 3), call=lambda x: mixing.mixed_styles(x, ORDER, like(HALF, x))),
-    case(styles.channel_styles, (4, 2, 3, 3), call=lambda x: torch.stack(styles.channel_styles(x))),
-    case(styles.adain, (4, 2, 3, 3), (4, 2), (4, 2), call=lambda x, m, s: styles.adain(x, m, s.abs())),
+    entry(masking.straight_through_mask, lambda f, x: f(x, x.new_full(ND, 0.4)), (D,)),
+    entry(masking.soft_interaction, lambda f, x, y: f(x.sigmoid(), y.sigmoid()), ND, ND),
+    entry(masking.soft_interaction, lambda f, x, y: f(x.relu(), y.relu()), ND, ND),
+    entry(mixing.mixed_styles, lambda f, x: f(x, ORDER, like(HALF, x)), (4, 2, 3, 3)),
+    entry(styles.channel_styles, lambda f, x: torch.stack(f(x)), (4, 2, 3, 3)),
+    entry(styles.adain, lambda f, x, m, s: f(x, m, s.abs()), (4, 2, 3, 3), (4, 2), (4, 2)),
 ]
 BY_WAY_OF_ONE = {
     *(losses.entropy, losses.entropy_of_logits, information.information_maximisation, information.mutual_information),
@@ -403,11 +316,11 @@ def drawn(shapes: tuple[tuple[int, ...], ...], scale: float, seed: int, rounded:
 @pytest.mark.parametrize(
     "scale",
     [
-        pytest.param(1e-6, marks=pytest.mark.case("losses", "inputs of 1e-6")),
-        pytest.param(1e-3, marks=pytest.mark.case("losses", "inputs of 1e-3")),
-        pytest.param(1.0, marks=pytest.mark.case("losses", "inputs of 1")),
-        pytest.param(1e3, marks=pytest.mark.case("losses", "inputs of 1e3")),
-        pytest.param(1e6, marks=pytest.mark.case("losses", "inputs of 1e6")),
+        case("losses", "inputs of 1e-6", 1e-6),
+        case("losses", "inputs of 1e-3", 1e-3),
+        case("losses", "inputs of 1", 1.0),
+        case("losses", "inputs of 1e3", 1e3),
+        case("losses", "inputs of 1e6", 1e6),
     ],
 )
 @pytest.mark.parametrize("one", CASES, ids=name_of)
@@ -433,11 +346,11 @@ DEGENERATE: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("zeros", marks=pytest.mark.case("losses", "zero vectors")),
-        pytest.param("equal", marks=pytest.mark.case("losses", "identical features")),
-        pytest.param("equal and large", marks=pytest.mark.case("losses", "identical large features")),
-        pytest.param("one row apart", marks=pytest.mark.case("losses", "all features identical but one")),
-        pytest.param("one entry of 1e4", marks=pytest.mark.case("losses", "one number of 1e4 among zeros")),
+        case("losses", "zero vectors", "zeros"),
+        case("losses", "identical features", "equal"),
+        case("losses", "identical large features", "equal and large"),
+        case("losses", "all features identical but one", "one row apart"),
+        case("losses", "one number of 1e4 among zeros", "one entry of 1e4"),
     ],
 )
 @pytest.mark.parametrize("one", CASES, ids=name_of)
@@ -493,69 +406,53 @@ def test_objectives_at_every_scale(
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param(lambda x: losses.task_loss(x[:1], LABELS[:1]), marks=pytest.mark.case("losses", "one sample")),
-        pytest.param(
-            lambda x: metric_learning.semi_hard_triplet_loss(x, torch.zeros(N), 1.0),
-            marks=pytest.mark.case("losses", "triplets of one class"),
+        case("losses", "one sample", lambda x: losses.task_loss(x[:1], LABELS[:1])),
+        case(
+            "losses", "triplets of one class", lambda x: metric_learning.semi_hard_triplet_loss(x, torch.zeros(N), 1.0)
         ),
-        pytest.param(
+        case(
+            "losses",
+            "triplets without a positive",
             lambda x: metric_learning.semi_hard_triplet_loss(x, torch.arange(N), 1.0),
-            marks=pytest.mark.case("losses", "triplets without a positive"),
         ),
-        pytest.param(
+        case(
+            "losses",
+            "triplets over a queue without a positive",
             lambda x: metric_learning.momentum_triplet_loss(x, x.detach(), torch.arange(N), x.detach(), LABELS, 1.0),
-            marks=pytest.mark.case("losses", "triplets over a queue without a positive"),
         ),
-        pytest.param(
-            lambda x: segmentation.contrastive_loss(x, torch.zeros(N)),
-            marks=pytest.mark.case("losses", "contrast without a negative"),
-        ),
-        pytest.param(
-            lambda x: segmentation.contrastive_loss(x, torch.arange(N)),
-            marks=pytest.mark.case("losses", "contrast without a positive"),
-        ),
-        pytest.param(
+        case("losses", "contrast without a negative", lambda x: segmentation.contrastive_loss(x, torch.zeros(N))),
+        case("losses", "contrast without a positive", lambda x: segmentation.contrastive_loss(x, torch.arange(N))),
+        case(
+            "losses",
+            "confusions of sites without a common class",
             lambda x: metric_learning.confusion_divergence(
                 metric_learning.class_confusion(x, LABELS * 0, D, 2.0),
                 metric_learning.class_confusion(-x, LABELS, D, 2.0),
             ),
-            marks=pytest.mark.case("losses", "confusions of sites without a common class"),
         ),
-        pytest.param(
-            lambda x: mmd.multi_kernel_mmd(x, x), marks=pytest.mark.case("losses", "MMD of a batch and itself")
+        case("losses", "MMD of a batch and itself", lambda x: mmd.multi_kernel_mmd(x, x)),
+        case("losses", "MMD of single samples", lambda x: mmd.multi_kernel_mmd(x[:1], x[1:2])),
+        case("losses", "moments of equal domains", lambda x: moments.moment_distance([x, x, x])),
+        case(
+            "losses", "features at their cluster's centre", lambda x: clustering.student_assignment(x, x[:3].detach())
         ),
-        pytest.param(
-            lambda x: mmd.multi_kernel_mmd(x[:1], x[1:2]), marks=pytest.mark.case("losses", "MMD of single samples")
-        ),
-        pytest.param(
-            lambda x: moments.moment_distance([x, x, x]), marks=pytest.mark.case("losses", "moments of equal domains")
-        ),
-        pytest.param(
-            lambda x: clustering.student_assignment(x, x[:3].detach()),
-            marks=pytest.mark.case("losses", "features at their cluster's centre"),
-        ),
-        pytest.param(
-            lambda x: survival.partial_likelihood(x[:, 0], TIMES, EVENTS * 0),
-            marks=pytest.mark.case("losses", "Cox: no event"),
-        ),
-        pytest.param(
-            lambda x: survival.partial_likelihood(x[:, 0], TIMES * 0, EVENTS * 0 + 1),
-            marks=pytest.mark.case("losses", "Cox: all at once"),
-        ),
-        pytest.param(
+        case("losses", "Cox: no event", lambda x: survival.partial_likelihood(x[:, 0], TIMES, EVENTS * 0)),
+        case("losses", "Cox: all at once", lambda x: survival.partial_likelihood(x[:, 0], TIMES * 0, EVENTS * 0 + 1)),
+        case(
+            "losses",
+            "no confident sample",
             lambda x: experts.unlabelled_ensemble_loss(shares(x)[None], LABELS, x.new_zeros(N)),
-            marks=pytest.mark.case("losses", "no confident sample"),
         ),
-        pytest.param(
+        case(
+            "losses",
+            "no teacher in support",
             lambda x: knowledge_vote.distillation_loss(x, shares(x * 1e4).detach(), x.new_zeros(N)),
-            marks=pytest.mark.case("losses", "no teacher in support"),
         ),
-        pytest.param(
-            lambda x: masking.soft_interaction(x * 0, x * 0), marks=pytest.mark.case("losses", "two empty masks")
-        ),
-        pytest.param(
+        case("losses", "two empty masks", lambda x: masking.soft_interaction(x * 0, x * 0)),
+        case(
+            "losses",
+            "Dice of empty masks",
             lambda x: segmentation.dice_loss(x.sigmoid()[None, None] * 0, x.new_zeros(1, 1, N, D), 1e-5),
-            marks=pytest.mark.case("losses", "Dice of empty masks"),
         ),
     ],
 )

@@ -17,15 +17,6 @@ def drawn(seed: int) -> tuple[dict[str, Tensor], list[Tensor]]:
     return parameters, [torch.randn(value.shape, generator=generator) for value in parameters.values()]
 
 
-def test_worked_steps() -> None:
-    """g = (3, 4): SAM goes 0.5 · (0.6, 0.8). ASAM with T = (1.5, 0.5): T g = (4.5, 2), ε = 0.5 · (6.75, 1)/4.924429."""
-    theta, gradient = {"w": torch.tensor([1.0, 0.0])}, [torch.tensor([3.0, 4.0])]
-    plain = worst_nearby(theta, gradient, 0.5, adaptive=False)
-    assert plain["w"].tolist() == pytest.approx([1.3, 0.4])
-    adaptive = worst_nearby(theta, gradient, 0.5, adaptive=True, eta=0.5)
-    assert adaptive["w"].tolist() == pytest.approx([1 + 0.5 * 6.75 / 4.924429, 0.5 * 1 / 4.924429])
-
-
 @given(st.integers(0, 1000), st.floats(0.01, 2))
 def test_the_step_has_the_length_of_the_radius_over_all_tensors(seed: int, radius: float) -> None:
     parameters, gradients = drawn(seed)

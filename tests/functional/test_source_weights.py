@@ -86,9 +86,6 @@ def test_smoothing_keeps_the_sum(weights: list[float], momentum: float) -> None:
     assert smoothed_weights(weights, new, 0.0) == new
 
 
-# Generalization adjustment --------------------------------------------------------------------------------------------
-
-
 def test_worked_adjustment() -> None:
     """Gaps 0.5, 0.2, 0.2: from their mean 0.2, −0.1, −0.1; times 0.3/0.2. Shares 0.8, 0.15, 0.05, sum 1."""
     assert adjusted_shares([0.5, 0.3, 0.2], [0.5, 0.2, 0.2], 0.3) == pytest.approx([0.8, 0.15, 0.05])

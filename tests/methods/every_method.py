@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -9,7 +10,17 @@ import pytest
 from fedshift.methods import registry
 from fedshift.methods.base import Method, work_of
 
+QUICK = ("fedavg", "scaffold", "fedbn", "fedsr", "csac", "kd3a", "deepall", "mdan", "zero_shot")
+"""One method of each kind: these tests are tried of with every change, of the others with ``slow``."""
+
+
+def mostly_slow(names: Iterable[str], quick: Container[str] = QUICK) -> list[Any]:
+    """A test's parameters. Golden runs and the promises of `check_method` show a broken method with every change."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
 every_method = pytest.mark.parametrize("name", registry.names())
+every_method_in_time = pytest.mark.parametrize("name", mostly_slow(registry.names()))
 
 
 def method_of(name: str, **options: Any) -> Method:

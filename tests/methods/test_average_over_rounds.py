@@ -6,8 +6,6 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fedshift.functional.averaging import dense_window
 from fedshift.methods.composition.averages import EMA, SWA, SWAD, Averaging, Kept, LastRounds
@@ -69,26 +67,6 @@ def test_swad_averages_its_window_and_measures_every_round_by_itself() -> None:
     assert played(swad, numbers, LOSSES) == pytest.approx([None] * 7 + [14 / 3])
     assert played(swad, numbers[:5], LOSSES) == pytest.approx([None] * 4 + [30 / 4])  # still open
     assert played(swad, numbers[:3], LOSSES) == [None] * 3  # not begun: the last round's own model
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=14), st.integers(1, 4), st.integers(1, 4))
-def test_swad_keeps_what_the_window_needs_and_no_more(losses: list[int], settled: int, patience: int) -> None:
-    """The mean as the window of all losses says it, from as few models as can still get into it or out of it."""
-    swad = SWAD(settled=settled, patience=patience)
-    kept = Kept()
-    for number, loss in enumerate(losses):
-        kept = swad.judge(swad.after(kept, model(number), 0.5), {"a": 100.0 - loss})
-        assert len(kept.recent) <= max(settled, patience) - 1
-    kept = swad.after(kept, model(len(losses)), 1.0)
-    start, end = dense_window([float(loss) for loss in losses], settled, patience, swad.tolerance)
-    mean = swad.handed_out(kept, last=True)
-    if start is None:
-        assert mean is None
-    else:
-        inside = range(start, len(losses) + 1 if end is None else end)
-        assert mean is not None
-        assert mean["w"].item() == pytest.approx(sum(inside) / len(inside), rel=1e-5)
 
 
 def test_a_round_that_no_source_measured_counts_like_the_one_before() -> None:

@@ -12,18 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import every_method, method_of
-from tiny import (
-    CNN,
-    bytes_of,
-    clip_for,
-    domains,
-    federation,
-    normed_for,
-    setting,
-    start_of,
-    step_on,
-)
+from every_method import every_method, every_method_in_time, method_of, mostly_slow
+from tiny import CNN, bytes_of, clip_for, domains, federation, normed_for, setting, start_of, step_on
 
 import fedshift
 from fedshift.data.site_data import SiteData
@@ -40,6 +30,9 @@ from fedshift.weights import Weights
 
 KEPT: dict[str, Any] = {"momentum": 0.9, "reset_optimizer_each_round": False}
 """Momentum that sites keep, so that their memory matters where a method has a name for it."""
+
+LONG = ("fada", "mcgdm", "mcsad", "fedccrl", "stablefdg", "pardon", "elcfs", "arm", "eisnet", "crossgrad", "dger")
+"""Whose promises take seconds. Their golden runs do not."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +72,6 @@ def played(name: str, normed: bool = False) -> Played:
     return Played(states, where, drawn)
 
 
-# What a method says of itself -----------------------------------------------------------------------------------------
-
-
 @every_method
 def test_it_says_what_it_is(name: str) -> None:
     kind = registry.method_class(name)
@@ -117,7 +107,7 @@ def test_every_option_is_described_and_has_a_default(name: str) -> None:
     assert method_of(name, label="mine").display == "mine"
 
 
-@every_method
+@every_method_in_time
 def test_another_process_can_make_its_equal(name: str) -> None:
     whole = setting(method_of(name, label="mine"), domains(), CNN, 5, refuse=["features"], lr=0.3, augmentation="ccst")
     again = setting_from(parse_json(SettingRecipe, json.dumps(setting_recipe(whole).plain()), "it"))
@@ -127,17 +117,14 @@ def test_another_process_can_make_its_equal(name: str) -> None:
     assert Weights(first) == Weights(second)
 
 
-# What a run gives -----------------------------------------------------------------------------------------------------
-
-
-@every_method
+@pytest.mark.parametrize("name", mostly_slow(registry.names(), set(registry.names()) - set(LONG)))
 def test_it_keeps_what_every_method_promises(name: str) -> None:
     """Seeds, order, kinds, bytes, new models, work, learning: what anybody's method can be held to."""
     kind = registry.method_class(name)
     fedshift.check_method(kind, clip_for((1, 12, 12)) if issubclass(kind, OnClip) else None)
 
 
-@every_method
+@every_method_in_time
 def test_weights_keep_names_shapes_and_types(name: str) -> None:
     method = method_of(name)
     normed = normed_for(method)
@@ -147,7 +134,7 @@ def test_weights_keep_names_shapes_and_types(name: str) -> None:
     state.weights.check_like(network.state_dict(), "the model after a run")
 
 
-@every_method
+@every_method_in_time
 def test_the_bytes_of_broken_mini_batches_and_of_batch_norm_are_foretold(name: str) -> None:
     """By a dry run of two samples a site, and by what the method adds to it."""
     method = method_of(name)
@@ -158,7 +145,7 @@ def test_the_bytes_of_broken_mini_batches_and_of_batch_norm_are_foretold(name: s
     assert sum(play.where.ledger.total["down"].values()) == foretold.down
 
 
-@every_method
+@every_method_in_time
 def test_memory_is_declared_and_state_survives_a_file(name: str, tmp_path: Path) -> None:
     """Saved after the start and each round, each time loaded into fresh sites: the run ends with the same bits."""
     method = method_of(name)

@@ -6,18 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from every_method import every_method, method_of
-from tiny import (
-    CLASSES,
-    CNN,
-    data_set,
-    domains,
-    images,
-    network_for,
-    start_of,
-    step_on,
-    training,
-)
+from every_method import every_method_in_time, method_of
+from tiny import CLASSES, CNN, data_set, domains, images, network_for, start_of, step_on, training
 
 from fedshift.data.domain import DataSet, Domain
 from fedshift.experiment import budgets
@@ -44,7 +34,7 @@ class Untouchable(Domain):
         return super().__getattribute__(name)
 
 
-@every_method
+@every_method_in_time
 def test_the_unseen_site_is_never_touched(name: str) -> None:
     method = method_of(name)
     if method.traits.needs_target:
@@ -67,7 +57,7 @@ def test_the_unseen_site_is_never_touched(name: str) -> None:
     assert {entry.site for entry in where.ledger.entries} <= set(names)
 
 
-@every_method
+@every_method_in_time
 def test_the_labels_of_a_target_that_takes_part_change_nothing(name: str) -> None:
     method = method_of(name)
     if method.traits.target in ("unseen", "labelled"):
@@ -86,6 +76,7 @@ def test_the_labels_of_a_target_that_takes_part_change_nothing(name: str) -> Non
     assert states[0].weights == states[1].weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [LeaveOneOut(test_fraction=0), AdaptToOne()])
 def test_all_methods_train_on_the_same_number_of_mini_batches(kind: Protocol) -> None:
     """What comes before the first round and what the target trains included; a pool may do the work of all sites."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from every_method import method_of
+from every_method import method_of, mostly_slow
 from pydantic import ValidationError
 from tiny import domains, run
 
@@ -27,7 +27,7 @@ ON_EPOCHS = [
 ]
 
 
-@pytest.mark.parametrize("name", ON_EPOCHS)
+@pytest.mark.parametrize("name", mostly_slow(ON_EPOCHS))
 def test_a_round_trains_on_the_part_of_an_epoch(name: str) -> None:
     """What comes before the first round keeps its whole epochs. Epochs of 4, 1 and, at a target, 2 mini-batches."""
     method = method_of(name, exchanges_per_epoch=3)

@@ -6,16 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from every_method import every_method, method_of
-from tiny import (
-    CLASSES,
-    CNN,
-    NORMED,
-    images,
-    normed_for,
-    run,
-    vectors,
-)
+from every_method import every_method_in_time, method_of
+from tiny import CLASSES, CNN, NORMED, images, normed_for, run, vectors
 
 from fedshift.data.domain import Domain
 
@@ -50,7 +42,7 @@ EXTREMES: dict[str, tuple[list[Domain], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", EXTREMES)
-@every_method
+@every_method_in_time
 def test_nothing_legal_turns_to_nan(name: str, case: str) -> None:
     found, options = EXTREMES[case]
     method, network = method_of(name), CNN if found[0].inputs.dtype == np.uint8 else NORMED

@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from every_method import every_method_in_time
 from tiny import NORMED, federation, network_for, normed_for, start_of, vectors
 from torch import Tensor, nn
 
@@ -45,7 +46,7 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("name", registry.names())
+@every_method_in_time
 def test_new_weights_do_not_depend_on_the_bits_of_others(name: str) -> None:
     method = registry.parse({"name": name, **registry.method_class(name).traits.tests.golden})
     kind = normed_for(method)

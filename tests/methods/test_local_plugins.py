@@ -9,29 +9,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from every_method import method_of
+from every_method import method_of, mostly_slow
 from pooling import assert_same, descend, trainable
 from pydantic import ValidationError
-from tiny import CNN, LINEAR, MLP, bytes_of, domains, federation, images, run, setting, start_of, step_on
+from tiny import CNN, LINEAR, MLP, bytes_of, domains, federation, images, run, setting, start_of
 from torch import Tensor
 
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.messages import Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.federation.site_runner import SiteRunner
 from fedshift.functional.metric_learning import momentum_triplet_loss
-from fedshift.functional.mixing import mixed_styles
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.composition.local import PLUG_INS
-from fedshift.methods.composition.mixstyle import beta
-from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.composition.triplets import KeyQueue
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.methods.rounds import start_run
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -76,21 +71,6 @@ def head_of(site: Site, name: str, make: Callable[[], Any]) -> Any:
 # A step of each -------------------------------------------------------------------------------------------------------
 
 
-def test_mixstyle_by_hand() -> None:
-    """Partners are the mini-batch in another order."""
-    runner, weights = site_of(FedAvg(local=[{"name": "mixstyle", "probability": 1.0, "stages": ["conv1"]}]))
-    model, batch = beginning(runner.site, weights)
-    draws = runner.site.generator_for("mixstyle")
-    torch.rand((), generator=draws)
-    order, weight = torch.randperm(8, generator=draws), beta(0.1, 8, draws).float()
-    handle = model.get_submodule(model.stages["conv1"]).register_forward_hook(
-        lambda _, __, maps: mixed_styles(maps, order, weight)
-    )
-    descend(F.cross_entropy(model(batch.inputs), batch.targets), trainable(model))
-    handle.remove()
-    assert_same(fitted(runner, weights), model)
-
-
 def test_amplitude_mix_by_numpy() -> None:
     method = FedAvg(local=[{"name": "amplitude_mix", "strength": 0.8, "share": 0.3}])
     runner, weights = site_of(method)
@@ -122,19 +102,6 @@ def test_label_gradient_by_hand() -> None:
     loss = (F.cross_entropy(model(batch.inputs), batch.targets) + F.cross_entropy(model(other), batch.targets)) / 2
     descend(loss, trainable(model))
     assert_same(fitted(runner, weights), model)
-
-
-def test_jigsaw_by_hand() -> None:
-    runner, weights = site_of(FedAvg(local=[{"name": "jigsaw", "weight": 0.4, "permutations": 5, "ordered": 0.3}]))
-    model, batch = beginning(runner.site, weights)
-    head = head_of(runner.site, "jigsaw", lambda: torch.nn.Linear(model.embedding_size, 6))
-    inputs, orders = Puzzles(runner.site, 5, 0.3, 0.1).of(batch.inputs)
-    assert len(set(orders.tolist())) > 1
-    loss = F.cross_entropy(model(batch.inputs), batch.targets)
-    loss = loss + 0.4 * F.cross_entropy(head(model.features(inputs)), orders)
-    descend(loss, [*trainable(model), *head.parameters()])
-    assert_same(fitted(runner, weights), model)
-    assert_same(runner.site.memory.weights("jigsaw"), head)
 
 
 def test_triplets_by_hand() -> None:
@@ -181,16 +148,6 @@ def test_the_first_of_the_list_acts_first() -> None:
     assert both != once
 
 
-def test_a_head_and_its_momentum_go_on_in_the_next_exchange() -> None:
-    method = FedAvg(local=[{"name": "jigsaw", "ordered": 0.0}])
-    runner, weights = site_of(method, momentum=0.9, reset_optimizer_each_round=False)
-    fitted(runner, weights)
-    head = runner.site.memory.weights("jigsaw")
-    assert set(runner.site.memory) == {"optimizer", "jigsaw", "jigsaw_optimizer"}
-    fitted(runner, weights, Envelope(2, 2, 0.1, 100))
-    assert runner.site.memory.weights("jigsaw") != head
-
-
 def test_clipping_counts_the_head() -> None:
     """The norm of all gradients together is bounded, so a loud head leaves the model less."""
     loud = FedAvg(local=[{"name": "jigsaw", "weight": 1000.0, "ordered": 0.0}])
@@ -202,7 +159,7 @@ def test_clipping_counts_the_head() -> None:
     assert torch.cat([part.flatten() for part in moved]).norm().item() == pytest.approx(0.1, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", TAKING)
+@pytest.mark.parametrize("name", mostly_slow(TAKING))
 def test_they_go_with_every_federated_method(name: str) -> None:
     """Another model, the same bytes, which a dry run foretells; and no hook is left behind.
 
@@ -248,19 +205,6 @@ def test_csac_s_frozen_features_are_those_of_the_view() -> None:
 def test_plug_ins_work_on_prepared_samples() -> None:
     found = [run(method_of("fedavg", prepare="styles", local=local), rounds=1)[0].weights for local in ([], ["jigsaw"])]
     assert found[0] != found[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["csac", "fedavg"])
-def test_workers_give_the_same_bits(name: str, pool: WorkerPool) -> None:
-    method, found = method_of(name, local=ALL, server="adam"), domains(CNN, {"large": 9, "small": 5})
-    here, _ = run(method, found)
-    where = federation(method, found, pool=pool)
-    state = start_run(method, where, start_of(method, found))
-    where.settle()
-    for _ in range(2):
-        state = step_on(method, where, state)
-    assert state.weights == here.weights
 
 
 # Refused --------------------------------------------------------------------------------------------------------------
@@ -338,22 +282,6 @@ def test_a_method_that_would_train_without_them_fails() -> None:
     run(Alien(), rounds=1)
 
 
-def test_a_plug_in_s_head_goes_on_in_the_next_exchange() -> None:
-    runner, weights = site_of(FedAvg(local=["jigsaw"]))
-    option = PLUG_INS["jigsaw"](name="jigsaw")
-    model, before = runner.site.model(weights), option.at(runner.site)
-    before.begin(model)
-    assert before.head is not None
-    with torch.no_grad():
-        for value in before.head.parameters():
-            value.fill_(3.0)
-    before.end()
-    after = option.at(runner.site)
-    after.begin(model)
-    assert after.head is not None
-    assert all(bool((value == 3).all()) for value in after.head.parameters())
-
-
 def test_label_smoothing_is_of_the_mini_batch_at_hand() -> None:
     """Also where a loss asks the features and not the classifier, after one that asked both."""
     runner, weights = site_of(FedAvg(local=["label_smoothing"]))
@@ -366,3 +294,13 @@ def test_label_smoothing_is_of_the_mini_batch_at_hand() -> None:
         found = plug_in.loss(lambda given: model.features(given.inputs).square().mean(), other)
     plain = model.features(other.inputs).square().mean()
     torch.testing.assert_close(found, 0.6 * plain - 0.4 * model(other.inputs).log_softmax(1).mean())
+
+
+def test_a_head_and_its_momentum_go_on_in_the_next_exchange() -> None:
+    method = FedAvg(local=[{"name": "jigsaw", "ordered": 0.0}])
+    runner, weights = site_of(method, momentum=0.9, reset_optimizer_each_round=False)
+    fitted(runner, weights)
+    head = runner.site.memory.weights("jigsaw")
+    assert set(runner.site.memory) == {"optimizer", "jigsaw", "jigsaw_optimizer"}
+    fitted(runner, weights, Envelope(2, 2, 0.1, 100))
+    assert runner.site.memory.weights("jigsaw") != head

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import method_of
+from every_method import method_of, mostly_slow
 from tiny import CNN, MLP, normed_for, run, vectors
 
 from fedshift.federation.local.in_process import LocalFederation
@@ -44,7 +44,7 @@ def test_four_rounds_are_four_steps_of_one_optimiser(method: Any) -> None:
             torch.testing.assert_close(state.weights[key], expected, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", KEEPS)
+@pytest.mark.parametrize("name", mostly_slow(KEEPS))
 def test_every_site_that_trains_keeps_it_if_asked_to(name: str) -> None:
     """A method that has a name for momentum fills it at every site that it trained, and is another with it.
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import every_method, method_of
+from every_method import every_method_in_time, method_of
 from tiny import normed_for, run
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fedshift.federation.steps import Steps
 
 
-@every_method
+@every_method_in_time
 def test_methods_with_gradients_of_their_own_say_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`Site.minimise` scales and compiles; a gradient or a step beside it is the trait ``own_gradients``."""
     method, beside, depth = method_of(name), [], [0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import method_of
+from every_method import method_of, mostly_slow
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -80,38 +80,13 @@ def test_with_nesterov_s_momentum_sites_begin_where_torch_s_sgd_is(
     assert state["w"].item() == pytest.approx(theirs.item() - ahead, abs=1e-9)
 
 
-def test_at_rate_one_nesterov_s_momentum_hands_out_the_mean_of_the_sites() -> None:
-    """FedACG (CVPR 2024, Algorithm 1): θ = 0, sites at 1, m = 1; they begin at 1 + 0.5 and end at 3; θ is their 3."""
-    server = Momentum(beta=0.5, nesterov=True)
-    first, kept = after_round(server, model(0.0), model(1.0, 4.0, 5), {})
-    assert first == model(1.0, 4.0, 5)
-    assert server.start(first, kept) == model(1.5, 4.0, 5)
-    second, kept = after_round(server, first, model(3.0, 6.0, 7), kept)
-    assert second == model(3.0, 6.0, 7)
-    assert kept["first"] == Weights({"w": torch.tensor([2.0])})
-
-
 def test_what_is_personal_does_not_move() -> None:
     moved, kept = after_round(Momentum(rate=5.0), model(1.0), model(3.0), {}, personal=("w",))
     assert moved == model(3.0)
     assert not kept["first"]
 
 
-def test_rounds_of_fedavg_whose_sites_begin_ahead() -> None:
-    """Two rounds by hand: the second is FedAvg's from θ₁ + β(θ₁ − θ₀), and its mean is what comes out."""
-    method, found = FedAvg(server=Momentum(beta=0.6, nesterov=True)), domains(NORMED)
-    start = start_of(method, found, NORMED)
-    (first, _), (second, _) = (run(method, found, NORMED, rounds=rounds) for rounds in (1, 2))
-    plain, _ = run(FedAvg(), found, NORMED, rounds=1)
-    assert_close(first.weights, plain.weights)
-    ahead = {key: plain.weights[key] + 0.6 * (plain.weights[key] - start[key]) for key in parameters_of(start)}
-    assert method.server is not None
-    assert_close(method.server.start(first.weights, first.server), plain.weights.merge(Weights(ahead)))
-    twice = run(FedAvg(), found, NORMED, rounds=2)[0].weights
-    assert max((second.weights[key] - twice[key]).abs().max().item() for key in parameters_of(start)) > 1e-3
-
-
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", mostly_slow(SERVED))
 def test_without_momentum_and_at_rate_one_nothing_changes(name: str) -> None:
     network = normed_for(method_of(name))
     plain, stepped = (run(method_of(name, server=server), network=network, rounds=1)[0] for server in (None, PLAIN))

@@ -26,6 +26,8 @@ import pytest
 
 import fedshift
 
+pytestmark = pytest.mark.slow
+
 RELEASED = {"name": "kd3a", "setting": "released", "label": "released", "private_classifier": False}
 
 

@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from sklearn.datasets import load_digits
 from test_small_real_adaptation import averages, options
 
 import fedshift
+
+pytestmark = pytest.mark.slow
 
 LOOKS = {"plain": (0.9, 0.0), "dim": (0.45, 0.0), "bright": (0.45, 0.5), "middle": (0.45, 0.25)}
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from pydantic import ValidationError
 
 from fedshift.errors import UserError, edits, nearest
 from fedshift.experiment.config.error_messages import describe
 from fedshift.methods import registry
 from fedshift.methods.federated.fedprox import FedProx
-from fedshift.methods.federated.moon import Moon
 from fedshift.methods.symbols import symbols_of
-from fedshift.models.networks.mlp import Mlp
 
 PAPERS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("fedprox", {"mu": 0.3, "E": 2}, {"proximal_weight": 0.3, "local_epochs": 2}),
@@ -106,14 +103,3 @@ def test_a_suggestion_is_near_in_spelling_or_in_meaning(name: str, hint: str | N
 def test_edits_are_those_of_the_literature(name: str, other: str, number: int) -> None:
     """Levenshtein's examples; "ca" to "abc" is 3 in optimal string alignment and 2 in Damerau's unrestricted form."""
     assert (edits(name, other), edits(other, name)) == (number, number)
-
-
-def test_moon_without_a_head_is_on_the_experiment_s_network() -> None:
-    """PFLlib's: z is what the classifier reads, so that no parameter is added."""
-    network = Mlp(hidden=(8,)).build((5,), 3)
-    before = {name: value.shape for name, value in network.state_dict().items()}
-    without = Moon(projection=None).adapt_network(network, 2)
-    assert {name: value.shape for name, value in without.state_dict().items()} == before
-    assert without.features(torch.zeros(1, 5)).shape == (1, 8)
-    with_head = Moon(projection=4).adapt_network(network, 2)
-    assert with_head.features(torch.zeros(1, 5)).shape == (1, 4)

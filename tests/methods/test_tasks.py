@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from every_method import method_of
+from every_method import QUICK, method_of, mostly_slow
 from tiny import IMAGE, VECTOR, normed_for, plans, setting, step_on
 
 from fedshift.data.domain import Domain
@@ -151,7 +151,9 @@ class Run:
         return 1 - float(self.objective.loss(said, labels) / self.objective.loss(constant, labels))
 
 
-@pytest.mark.parametrize(("name", "task"), LEARNERS)
+@pytest.mark.parametrize(
+    ("name", "task"), [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in LEARNERS]
+)
 def test_it_learns_more_than_a_constant(name: str, task: str) -> None:
     """Within twelve rounds: a fifth less loss than the best constant has, or pairs in the right order."""
     method = method_of(name, **OPTIONS.get(name, {}))
@@ -163,7 +165,7 @@ def test_it_learns_more_than_a_constant(name: str, task: str) -> None:
     assert reached[-1] >= 0.2, f"share of the loss that it saves, by round: {reached}; give it options in OPTIONS"
 
 
-@pytest.mark.parametrize("name", WITHOUT_ITS_TERM)
+@pytest.mark.parametrize("name", mostly_slow(WITHOUT_ITS_TERM))
 def test_what_it_adds_is_at_work(name: str) -> None:
     """Without its own term the same run has other weights."""
     states = []
@@ -179,7 +181,7 @@ def plain_run(task: str) -> Weights:
     return Run(method_of("fedavg"), task, CNN, rounds=1, played=1).state.weights
 
 
-@pytest.mark.parametrize("name", GO_WITH_EVERY_TASK)
+@pytest.mark.parametrize("name", mostly_slow(GO_WITH_EVERY_TASK, ("mixup", "sharpness")))
 def test_a_plug_in_goes_with_every_task(name: str) -> None:
     option: dict[str, Any] = {"name": name, **({"by": {"shift": 0.2}} if name == "augment" else {})}
     for task in OBJECTIVES:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
@@ -195,17 +192,6 @@ def test_tensorflow_padding(size: int) -> None:
     assert torch.allclose(same(inputs), convolution(inputs), atol=1e-6) == (size == 7)
 
 
-def test_tensorflow_padding_replaces_the_five_strided_convolutions() -> None:
-    with torch.device("meta"):
-        plain = network((3, 224, 224), name="mobilenet_v2")
-        model = network((3, 224, 224), name="mobilenet_v2", padding="tensorflow")
-        assert sum(isinstance(module, TensorFlowConv2d) for module in model.modules()) == 5
-        assert {key: value.shape for key, value in model.state_dict().items()} == {
-            key: value.shape for key, value in plain.state_dict().items()
-        }
-        assert shapes_of_stages(model, (3, 224, 224)) == EXPECTED_STAGES["mobilenet_v2"]
-
-
 SMALL = {
     "mnist_cnn": ((1, 12, 12), {}),
     "digit_cnn": ((3, 8, 8), {}),
@@ -226,20 +212,6 @@ def test_every_parameter_gets_a_gradient_and_eval_takes_one_sample(name: str) ->
     with torch.no_grad():
         batch = torch.rand(3, *shape)
         assert torch.allclose(model(batch[:1]), model(batch)[:1], atol=1e-4)
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_weights_survive_a_file(name: str, tmp_path: Path) -> None:
-    shape, options = SMALL[name]
-    model = network(shape, name=name, **options).eval()
-    save_file({key: value.contiguous() for key, value in model.state_dict().items()}, tmp_path / "model.safetensors")
-    other = registry.build(registry.parse({"name": name, **options}), shape, 7, seed=1).eval()
-    inputs = torch.rand(2, *shape)
-    with torch.no_grad():
-        expected = model(inputs)
-        assert not torch.equal(other(inputs), expected)
-        other.load_state_dict(load_file(tmp_path / "model.safetensors"))
-        assert torch.equal(other(inputs), expected)
 
 
 @pytest.mark.parametrize(("name", "size"), [("resnet18", 32), ("alexnet", 64), ("mobilenet_v2", 32)])

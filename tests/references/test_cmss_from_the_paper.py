@@ -77,10 +77,7 @@ def stepped(method: CMSS, monkeypatch: pytest.MonkeyPatch) -> tuple[float, paper
     """The loss and all weights after a step of the method, of two mini-batches of sources and one of the target."""
     monkeypatch.setattr(cmss, "Parts", Parts)
     model = network(linear(torch.tensor(NETWORKS.features)), linear(torch.tensor(NETWORKS.classifier)), 2, 3)
-    sources = (
-        batch(torch.tensor(SOURCES[:2]), LABELS[:2]),
-        batch(torch.tensor(SOURCES[2:]), LABELS[2:], domain=1),
-    )
+    sources = (batch(torch.tensor(SOURCES[:2]), LABELS[:2]), batch(torch.tensor(SOURCES[2:]), LABELS[2:], domain=1))
     target = batch(torch.tensor(TARGET), None, domain=2)
     site, weights = pool(method, model, sources, RATE, parts=Parts())
     site.domain_batches = lambda steps, split: iter([(sources, target)])  # type: ignore[method-assign]

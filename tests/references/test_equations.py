@@ -19,12 +19,7 @@ from fedshift.functional.attention import cross_layer_attention
 from fedshift.functional.averaging import weighted_average
 from fedshift.functional.consensus_focus import FocusTally
 from fedshift.functional.contrastive import model_contrastive_loss
-from fedshift.functional.control_variates import (
-    dynamic_penalty,
-    moved_gradient,
-    normalised_average,
-    normalising_factor,
-)
+from fedshift.functional.control_variates import dynamic_penalty, moved_gradient, normalised_average, normalising_factor
 from fedshift.functional.differential_privacy import NoisySteps, clipped_sum, epsilon
 from fedshift.functional.distillation import other_scores, softened_divergence
 from fedshift.functional.divergence_weighting import divergence_aggregate

@@ -182,10 +182,7 @@ def test_a_discriminator_by_turns(reference: Reference) -> None:
     )
     judge.load_state_dict({name: given[letter] for letter, name in names.items()})
     method = (CDANN if conditional else DANN)(
-        updates="alternate",
-        adversarial_weight=options["lambda"],
-        gradient_penalty=options["grad_penalty"],
-        hidden=(5,),
+        updates="alternate", adversarial_weight=options["lambda"], gradient_penalty=options["grad_penalty"], hidden=(5,)
     )
     one, _ = steps(reference, method, 1, judge)
     both, site = steps(reference, method, 2, judge)

@@ -21,12 +21,11 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.local import content_files
 from fedshift.federation.local.commands import Done, SaveCommand
 from fedshift.federation.local.content_files import LARGE, ContentFiles, take
-from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import BUFFERED_ANSWERS, WorkerPool, answer_of
 from fedshift.federation.local.worker import Worker, read_domain
 from fedshift.federation.messages import PerSite, encode, encode_file
 from fedshift.methods import registry
-from fedshift.methods.base import Method, State
+from fedshift.methods.base import Method
 from fedshift.methods.rounds import start_run
 from fedshift.weights import Weights
 
@@ -320,21 +319,3 @@ def test_domains_are_shared_once_and_unchanged(pools: dict[int, WorkerPool]) -> 
             assert np.array_equal(found.inputs.dense(np.arange(2)), sparse.dense(np.arange(2)))  # type: ignore[union-attr]
         else:
             assert np.array_equal(found.inputs, domain.inputs)
-
-
-@pytest.mark.parametrize("name", ["fedavg", "fedprox", "csac"])
-def test_the_order_of_sites_does_not_matter(name: str) -> None:
-    method = method_of(name)
-    first, _ = run(method, rounds=1)
-    second, where = run(method, list(reversed(domains())), rounds=1)
-    assert isinstance(where, LocalFederation)
-    assert where.sources == ("one", "small", "large")
-    for key, tensor in first.weights.items():
-        torch.testing.assert_close(second.weights[key], tensor, atol=1e-6, rtol=1e-5)
-
-
-def test_state_is_what_a_round_returns() -> None:
-    method = method_of("fedavg")
-    state, _ = run(method, rounds=2)
-    assert isinstance(state, State)
-    assert state.round == 2

@@ -11,8 +11,6 @@ from tiny import MLP, NORMED, federation, run, step_on, vectors
 
 from fedshift.data.domain import Domain
 from fedshift.federation.federation import Federation
-from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.site import Site
 from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.kd3a import KD3A
@@ -29,11 +27,6 @@ RELEASED: dict[str, Any] = {"setting": "released"}
 
 def kd3a(**options: Any) -> KD3A:
     return KD3A(**{**GATES, **options})
-
-
-def site_of(where: Federation, name: str) -> Site:
-    assert isinstance(where, LocalFederation)
-    return where._runners[name].site
 
 
 def shifted(name: str, number: int) -> Domain:

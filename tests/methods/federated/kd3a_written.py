@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kd3a_setting import BUDGET, RATE, RELEASED, SITES, around, site_of
+from kd3a_setting import BUDGET, RATE, RELEASED, SITES, around
+from lost import site_of
 from tiny import NORMED
 from torch import Tensor, nn
 

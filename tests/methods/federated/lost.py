@@ -28,7 +28,7 @@ def lose(where: Federation, *sites: str) -> None:
     where.quorum = 1
 
 
-def site_of(where: Federation, name: str) -> Site:
+def site_of(where: Federation, name: str = "large") -> Site:
     return cast(LocalFederation, where)._runners[name].site
 
 

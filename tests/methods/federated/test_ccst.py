@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lost import site_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny import CNN, IMAGE, MLP, bytes_of, domains, federation, images, plans, run, setting, start_of, step_on
@@ -25,9 +26,6 @@ from fedshift.experiment.predict import load_model
 from fedshift.experiment.runs.run_identity import comparable, first_difference
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.local.pool import WorkerPool
-from fedshift.federation.plain_values import parse_json
-from fedshift.federation.setting_json import SettingRecipe, setting_from, setting_recipe
 from fedshift.federation.site import Site
 from fedshift.federation.site_runner import Setting
 from fedshift.methods import registry
@@ -38,17 +36,11 @@ from fedshift.methods.federated.ccst import CCST
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
-from fedshift.methods.federated.fedsam import FedSAM
 from fedshift.methods.federated.fedsr import FedSR
 from fedshift.methods.rounds import start_run
 from fedshift.models import registry as models
 
 SIZES = {"b": 8, "a": 6, "c": 7}
-
-
-def site_of(where: Federation, name: str) -> Site:
-    assert isinstance(where, LocalFederation)
-    return where._runners[name].site
 
 
 def coloured(name: str, number: int) -> Domain:
@@ -88,8 +80,6 @@ def seen(method: Any, where: Federation, name: str, repeats: int = 40) -> dict[i
     return out
 
 
-# The inner method -----------------------------------------------------------------------------------------------------
-
 INNER: dict[str, Callable[[], Any]] = {
     "fedavg": lambda: FedAvg(local_epochs=2),
     "fedsr": lambda: FedSR(steps_per_round=4),
@@ -123,13 +113,6 @@ def test_it_is_the_inner_method_with_other_samples(name: str, monkeypatch: pytes
     for _ in range(2):
         same = step_on(inner, again, same)
     assert unstyled == same.weights
-
-
-def test_a_preset_may_be_the_inner_method() -> None:
-    found = [images(site, number) for site, number in SIZES.items()]
-    preset, written = styled(FedSAM()), styled(FedAvg(local=({"name": "sharpness"},)))
-    assert run(preset, found)[0].weights == run(written, found)[0].weights
-    assert run(preset, found)[0].weights != run(styled(FedAvg()), found)[0].weights
 
 
 def test_styles_before_a_method_of_one_target_has_one_target() -> None:
@@ -198,21 +181,6 @@ def test_styles_around_a_method_is_the_method_prepared() -> None:
     assert first_difference(comparable({"method": other}), comparable({"method": now})) is not None
 
 
-def test_an_unknown_inner_method_comes_with_the_nearest() -> None:
-    with pytest.raises(UserError, match="did you mean 'fedavg'"):
-        parse({"data": "rotated_digits", "model": "linear", "methods": [{"name": "styles", "method": "fedagv"}]})
-
-
-@pytest.mark.slow
-def test_another_process_makes_its_equal_and_the_same_bits(pool: WorkerPool) -> None:
-    method = styled(CSAC(acquisition_epochs=1, calibration_epochs=1), style_mode="single", bank_size=3)
-    whole = setting(method, domains())
-    assert setting_from(parse_json(SettingRecipe, json.dumps(setting_recipe(whole).plain()), "it")) == whole
-    here, _ = run(method)
-    there, _ = run(method, pool=pool)
-    assert here.weights == there.weights
-
-
 def test_a_finished_run_predicts_and_a_file_brings_no_code(tmp_path: Path) -> None:
     options = {
         "name": "styled",
@@ -240,25 +208,6 @@ def test_a_finished_run_predicts_and_a_file_brings_no_code(tmp_path: Path) -> No
     (folder / "SHA256SUMS").unlink()
     with pytest.raises(UserError, match="does not come with fedshift"):
         load_model(folder)
-
-
-# Bad input ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", [CCST(), styled(CSAC())], ids=["ccst", "styles"])  # type: ignore[arg-type]
-def test_a_site_that_refuses_styles_ends_the_run_at_once(method: Any) -> None:
-    with pytest.raises(UserError, match="site 'large' refuses to send styles"):
-        federation(method, refuse=["styles"])
-    options = {
-        "data": {"name": "rotated_digits", "per_class": 5},
-        "model": "linear",
-        "methods": [{"name": method.name, **({} if method.prepare is None else {"prepare": "styles"})}],
-        "engine": {"refuse": ["styles"]},
-    }
-    with pytest.raises(UserError, match=f"sites refuse styles, which {method.name}.* shares"):
-        fedshift.run(options)
-    assert "styles" in method.calls.shares
-    assert "styles" not in FedAvg().calls.shares
 
 
 def test_grey_and_colour_cannot_mix() -> None:
@@ -295,29 +244,6 @@ def test_options_that_do_not_fit() -> None:
         StylesOption(style_space="feature", stage="conv9").check(
             setting(CCST(), domains()).build_network(), (1, 12, 12), 3
         )
-
-
-def test_options_change_the_result() -> None:
-    found = [images(site, number) for site, number in SIZES.items()]
-    plain = run(CCST(), found)[0].weights
-    changes: list[dict[str, Any]] = [
-        {"style_space": "feature"},
-        {"style_mode": "single"},
-        {"level": 1},
-        {"unbiased_content": True},
-        {"local_epochs": 2},
-        {"steps_per_round": 3},
-        {"weighting": "samples"},
-    ]
-    for change in changes:
-        assert run(CCST(**change), found)[0].weights != plain, change
-    twice, pulled = (run(CCST(local_epochs=2, proximal_weight=weight), found)[0].weights for weight in (0, 0.5))
-    assert twice != pulled
-    single = run(CCST(style_mode="single"), found)[0].weights
-    assert run(CCST(style_mode="single", bank_size=2), found)[0].weights != single
-    assert run(CCST(style_mode="single", one_style_per_batch=True), found)[0].weights != single
-    stages = [run(CCST(style_space="feature", stage=stage), found)[0].weights for stage in ("conv1", "conv2")]
-    assert stages[0] != stages[1]
 
 
 def test_one_source_has_nobody_to_take_a_style_from() -> None:

@@ -119,9 +119,6 @@ def test_vectors_take_on_the_columns_of_a_site() -> None:
         assert any(number == row and torch.allclose(s, expected[row], atol=1e-5) for number, s in drawn)
 
 
-# Other spaces ---------------------------------------------------------------------------------------------------------
-
-
 def test_lab_moves_the_lab_statistics() -> None:
     method, found = CCST(style_space="lab"), [coloured(name, number) for name, number in SIZES.items()]
     where, _ = begun(method, found)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import load_file
 from tiny import images, network_for, run, start_of, vectors
 from tiny_clip import write_clip
 
@@ -19,7 +18,6 @@ from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.features import build_data
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.local.pool import WorkerPool
 from fedshift.methods import registry
 from fedshift.methods.federated.promptfl import Prompts
 from fedshift.models import registry as models
@@ -63,15 +61,6 @@ def test_zero_shot_sends_and_trains_nothing() -> None:
     assert isinstance(where, LocalFederation)
     assert state.weights == start_of(method_of("zero_shot"), found)
     assert not where.ledger.entries
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
-def test_a_pool_of_processes_gives_the_same_bits(name: str, two_workers: WorkerPool) -> None:
-    found = [vectors("a", 20), vectors("b", 12)]
-    here, _ = run(method_of(name), found, {"name": "linear"})
-    there, _ = run(method_of(name), found, {"name": "linear"}, pool=two_workers)
-    assert here.weights == there.weights
 
 
 def clip(found: Any) -> Network:
@@ -158,33 +147,6 @@ def test_the_example_runs_and_zero_shot_says_what_transformers_says(
         torch.testing.assert_close(network(torch.from_numpy(inputs)), wanted, atol=0.02, rtol=1e-3)  # 16 bits
     right = 100 * float((wanted.argmax(1).numpy() == data.domains["north"].labels).mean())
     assert results.runs[0].score() == pytest.approx(right)
-
-
-def test_zero_shot_alone_is_a_run(example: dict[str, Any], tmp_path: Path, own_cache: Path) -> None:
-    results = fedshift.run({**example, "methods": ["zero_shot"], "name": "alone"}, tmp_path / "runs")
-    assert results.runs[0].score() is not None
-
-
-def test_other_methods_train_on_the_same_features(example: dict[str, Any], tmp_path: Path, own_cache: Path) -> None:
-    methods = ["fedprox", {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, "recipe"]
-    results = fedshift.run({**example, "methods": methods, "name": "others"}, tmp_path / "runs")
-    assert len(results.runs) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("shared_workers")
-def test_fedavg_csac_and_the_recipe_on_clip_give_the_same_bits_in_a_pool(
-    example: dict[str, Any], tmp_path: Path, own_cache: Path
-) -> None:
-    methods = ["fedavg", {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, "recipe"]
-    weights = []
-    for workers in (1, 2):
-        options = {**example, "methods": methods, "name": "pool", "engine": {"threads": 1, "workers": workers}}
-        results = fedshift.run(options, tmp_path / f"runs-{workers}")
-        files = [results.folder / run.method / "north" / "seed-0" / "model.safetensors" for run in results.runs]
-        weights.append([load_file(file) for file in files])
-    for one, two in zip(*weights, strict=True):
-        assert all(torch.equal(one[key], two[key]) for key in one)
 
 
 def test_a_trained_row_predicts_from_its_model_file(example: dict[str, Any], tmp_path: Path, own_cache: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from lost import site_of
 from tiny import (
     CLASSES,
     MLP,
@@ -24,18 +24,13 @@ from tiny import (
 )
 from torch import Tensor, nn
 
-import fedshift
-from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
-from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.site import Site
 from fedshift.methods.federated import copa
 from fedshift.methods.federated.copa import COPA
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.models.normalisation import BatchInstanceNorm2d
-from fedshift.models.payload import payload
 from fedshift.weights import Weights
 
 SIZES = {"b": 8, "a": 6, "c": 7}
@@ -43,11 +38,6 @@ SIZES = {"b": 8, "a": 6, "c": 7}
 
 def short(**options: Any) -> COPA:
     return COPA(**{"local_epochs": 1, **options})
-
-
-def site_of(where: Federation, name: str) -> Site:
-    assert isinstance(where, LocalFederation)
-    return where._runners[name].site
 
 
 def everything(where: Federation, name: str) -> tuple[Tensor, Tensor]:
@@ -65,60 +55,6 @@ def mlp(values: dict[str, Tensor], inputs: Tensor) -> Tensor:
 
 def head(values: dict[str, Tensor], number: int, features: Tensor) -> Tensor:
     return features @ values[f"classifier.heads.{number}.weight"].T + values[f"classifier.heads.{number}.bias"]
-
-
-# The equations --------------------------------------------------------------------------------------------------------
-
-
-def test_two_rounds_are_the_equations() -> None:
-    """Three sites, full batches, plain gradient descent: losses, frozen classifiers and the mean, by hand."""
-    method, found = short(), domains(MLP, SIZES)
-    where = federation(method, found, MLP, momentum=0.0)
-    state = method.start(where, start_of(method, found, MLP))
-    values = {name: tensor.clone() for name, tensor in state.weights.items()}
-    names = ["a", "b", "c"]
-    for _ in range(2):
-        state = step_on(method, where, state)
-        trained: dict[str, dict[str, Tensor]] = {}
-        for number, name in enumerate(names):
-            inputs, labels = everything(where, name)
-            own = {key: value.clone().requires_grad_() for key, value in values.items()}
-            features = mlp(own, inputs)
-            loss = sum(
-                -head(own, k, features).log_softmax(1)[torch.arange(len(labels)), labels].mean() for k in range(3)
-            )
-            assert state.report["losses"][name] == pytest.approx(loss.item(), abs=1e-5)  # type: ignore[union-attr]
-            kept = [key for key in own if key.startswith(("features", f"classifier.heads.{number}"))]
-            slopes = torch.autograd.grad(loss, [own[key] for key in kept])  # type: ignore[arg-type]
-            trained[name] = {key: own[key].detach() - 0.05 * s for key, s in zip(kept, slopes, strict=True)}
-        for key in values:
-            if key.startswith("features"):
-                values[key] = sum(SIZES[name] * trained[name][key] for name in names) / sum(SIZES.values())  # type: ignore[assignment]
-            else:
-                values[key] = trained[names[int(key.split(".")[2])]][key]
-    for key, expected in values.items():
-        torch.testing.assert_close(state.weights[key], expected, atol=2e-6, rtol=1e-5)
-
-
-def test_with_equal_classifiers_the_loss_is_k_times_cross_entropy() -> None:
-    method, found = short(steps_per_round=1), domains(MLP, SIZES)
-    start = start_of(method, found, MLP)
-    same = {
-        f"classifier.heads.{k}.{part}": start[f"classifier.heads.0.{part}"]
-        for k in range(3)
-        for part in ("weight", "bias")
-    }
-    where = federation(method, found, MLP)
-    for name in SIZES:  # as if each had kept this classifier from an earlier round
-        site_of(where, name).memory["classifier"] = Weights(
-            {p: same[f"classifier.heads.0.{p}"] for p in ("weight", "bias")}
-        )
-    state = step_on(method, where, method.start(where, start.merge(same)))
-    network = evaluated(method, start.merge(same), found, MLP)
-    for name in SIZES:
-        inputs, labels = everything(where, name)
-        loss = F.cross_entropy(network(inputs), labels).item()  # the mean of equal answers is each of them
-        assert state.report["losses"][name] == pytest.approx(3 * loss, abs=1e-5)
 
 
 def test_one_site_alone_is_fedavg() -> None:
@@ -146,23 +82,6 @@ def test_a_site_changes_its_own_classifier_only() -> None:
     for number, changed in ((0, True), (1, False), (2, False)):
         name = f"classifier.heads.{number}.weight"
         assert torch.equal(state.weights[name], start[name]) != changed
-
-
-def test_what_crosses_the_wire() -> None:
-    """2·K·S(F) and K·K·|C| a round, and who gets whose classifier."""
-    method, found = short(), domains(NORMED, SIZES)
-    where = federation(method, found, NORMED)
-    state = method.start(where, start_of(method, found, NORMED))
-    step_on(method, where, state)
-    network = setting(method, found, NORMED).build_network()
-    features, one = payload(network.features).bytes, payload(network.classifier).bytes // 3
-    total = sum(where.ledger.total[way]["weights"] for way in ("up", "down"))
-    assert total == 2 * 3 * features + 3 * 3 * one
-    lent = [entry for entry in where.ledger.entries if entry.field == "others"]
-    assert {(entry.site, entry.bytes) for entry in lent} == {(name, 2 * one) for name in SIZES}
-
-
-# Adaptation -----------------------------------------------------------------------------------------------------------
 
 
 def adapted(method: COPA, rounds: int = 1, **options: Any) -> tuple[Any, Federation]:
@@ -248,14 +167,6 @@ def test_the_labels_of_the_target_change_nothing_and_its_bytes_are_foretold() ->
     assert short().target_mini_batches(5, 2) == 0
 
 
-def test_adaptation_needs_its_protocol() -> None:
-    with pytest.raises(UserError, match="adapt_to_one"):
-        fedshift.run({"data": "rotated_digits", "model": "linear", "methods": [{"name": "copa", "adaptation": True}]})
-
-
-# Options --------------------------------------------------------------------------------------------------------------
-
-
 def test_options() -> None:
     plain = run(short())[0].weights
     assert run(short(local_epochs=2))[0].weights != plain
@@ -319,9 +230,6 @@ def test_a_network_without_batch_norm_of_images_stays_as_it_is() -> None:
         setting(method, domains(NORMED), NORMED).build_network() for method in (short(setting="batch_norm"), short())
     )
     assert Weights(plain.state_dict()) == Weights(asked.state_dict())
-
-
-# Several mini-batches -------------------------------------------------------------------------------------------------
 
 
 def test_lent_classifiers_stand_still_within_a_round() -> None:

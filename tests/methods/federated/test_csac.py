@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import CNN, LINEAR, MLP, NORMED, domains, federation, images, run, start_of, step_on, vectors
+from lost import site_of
+from tiny import CNN, LINEAR, MLP, NORMED, federation, run, start_of, step_on
 
 from fedshift.errors import UserError
-from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.site import Batch, Envelope, Site
-from fedshift.methods.base import Samples, State
+from fedshift.federation.site import Envelope
+from fedshift.methods.base import Samples
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.weights import Weights
@@ -23,13 +23,6 @@ SHORT: dict[str, Any] = {"acquisition_steps": 3, "calibration_steps": 2}
 def short(**options: Any) -> CSAC:
     return CSAC(**{**SHORT, **options})
 
-
-def site_of(where: Any, name: str = "large") -> Site:
-    assert isinstance(where, LocalFederation)
-    return where._runners[name].site
-
-
-# Options and ablations ------------------------------------------------------------------------------------------------
 
 IDENTITIES: dict[str, dict[str, Any]] = {
     "the constant of the MMD has no gradient": {"mmd_constant": True},
@@ -94,9 +87,6 @@ def test_what_was_released_is_the_distance_of_logits_beside_cross_entropy() -> N
     assert update.loss == pytest.approx(
         float((F.cross_entropy(ours, batch.targets) + 0.6 * distance).detach()), rel=1e-4
     )
-
-
-# Acquisition, freezing, calibration -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("network", [CNN, NORMED], ids=["plain", "batch_norm"])
@@ -171,23 +161,6 @@ def test_calibration_without_alignment_is_plain_training_bit_for_bit() -> None:
     assert "projections" not in site_of(there).memory
 
 
-def test_a_site_alone_is_plain_training() -> None:
-    """H = 1: the fused model is the site's own; without alignment and smoothing nothing else is left of CSAC."""
-    found = [images("alone", 17)]
-    state, where = run(short(alignment_weight=0, label_smoothing=0), found, rounds=2)
-    site = site_of(where, "alone")
-    model = site.model(start_of(short(), found))
-    for exchange, steps in ((1, 3), (2, 2), (3, 2)):
-        site.begin(Envelope(exchange, exchange, 0.0, 100))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5, fused=True)
-        for batch in site.batches(steps=steps):
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch.inputs), batch.targets).backward()
-            optimizer.step()
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(state.weights[name], tensor, atol=1e-7, rtol=1e-6)
-
-
 def test_acquiring_again_forgets_the_features_of_before() -> None:
     method = short()
     where = federation(method)
@@ -198,41 +171,6 @@ def test_acquiring_again_forgets_the_features_of_before() -> None:
     inputs = next(site.all_batches()).inputs
     with torch.no_grad():
         torch.testing.assert_close(site.scratch["frozen_features"][0], reference(inputs), atol=1e-6, rtol=1e-5)
-
-
-# Aggregation ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("distance", ["l2", "l1"])
-def test_two_sites_always_share_alike(distance: str) -> None:
-    """Both are equally far from their mean."""
-    state, _ = run(short(distance=distance), domains(CNN, {"large": 41, "small": 5}))
-    for layer, shares in state.report["aggregation_weights"].items():
-        assert shares == pytest.approx({"large": 0.5, "small": 0.5}, abs=1e-9), layer
-
-
-def test_shares_are_those_of_the_sites_that_have_them() -> None:
-    method = short()
-    where = federation(method)
-    updates = where.ask(method.acquire, to=where.sources).keep()
-    models = {site: update.weights for site, update in updates.items()}
-    fused, report = method.fuse(updates)
-    key = "classifier.weight"
-    mean = torch.stack([model[key].double() for model in models.values()]).mean(0)
-    distances = {site: (model[key].double() - mean).norm().item() for site, model in models.items()}
-    shares = {site: distance / sum(distances.values()) for site, distance in distances.items()}
-    assert report["aggregation_weights"][key] == pytest.approx(shares, abs=1e-9)
-    expected = sum(shares[site] * model[key].double() for site, model in models.items())
-    torch.testing.assert_close(fused[key], expected.float(), atol=1e-7, rtol=1e-6)
-    assert max(shares, key=shares.__getitem__) == max(distances, key=distances.__getitem__)
-
-
-def test_kept_models_on_disk_fuse_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedshift.federation import exchange as federation_module
-
-    expected, _ = run(short())
-    monkeypatch.setattr(federation_module, "KEPT_IN_MEMORY", 0)
-    assert run(short())[0].weights == expected.weights
 
 
 # Networks -------------------------------------------------------------------------------------------------------------
@@ -254,50 +192,6 @@ def test_on_frozen_features_alignment_moves_projections_only() -> None:
     aligned, where = run(short(), network=LINEAR)
     assert aligned.weights == run(short(alignment_weight=0), network=LINEAR)[0].weights
     assert "projections" in site_of(where).memory
-
-
-@pytest.mark.parametrize(
-    ("network", "size", "shapes"),
-    [
-        ({"name": "resnet18"}, 32, [(128, 4, 4), (256, 2, 2), (512, 1, 1)]),
-        ({"name": "alexnet"}, 64, [(384, 3, 3), (256, 3, 3), (256, 1, 1)]),
-    ],
-    ids=["resnet18", "alexnet"],
-)
-def test_one_step_on_small_pictures(network: dict[str, object], size: int, shapes: list[tuple[int, ...]]) -> None:
-    found = [images("a", 6, 3, size)]
-    method = short(acquisition_steps=1, calibration_steps=1)
-    where = federation(method, found, network, batch_size=4, lr=0.001)
-    acquired = where.ask(method.acquire, to=["a"]).only()
-    site = site_of(where, "a")
-    features = site.network.eval().with_stages(next(site.all_batches()).inputs, site.network.alignment_stages)[1]
-    assert [tuple(feature.shape[1:]) for feature in features.values()] == shapes
-    calibrated = where.ask(method.calibrate, to=["a"], weights=acquired.weights).only()
-    assert calibrated.loss > 0
-    assert calibrated.weights != acquired.weights
-    projections = site.memory.weights("projections")
-    assert all(tensor.shape[0] == 32 for name, tensor in projections.items() if name.endswith("bias"))
-
-
-def test_batches_know_their_rows() -> None:
-    """The cache is read by row: a batch's rows are those of its samples."""
-    where = federation(short(), [vectors("a", 9)], MLP)
-    site = site_of(where, "a")
-    site.begin(Envelope(1, 0, 0.0, 10))
-    whole = next(site.all_batches()).inputs
-    batch: Batch
-    for batch in site.batches():
-        assert torch.equal(batch.inputs, whole[batch.rows])
-
-
-def test_state_after_the_start_is_the_fused_model() -> None:
-    method = short()
-    where = federation(method)
-    state = method.start(where, start_of(method))
-    assert isinstance(state, State)
-    assert state.round == 0
-    assert set(state.report) == {"losses", "aggregation_weights"}
-    assert set(state.report["losses"]) == {"large", "small", "one"}
 
 
 @pytest.mark.parametrize(("options", "warned"), [({}, True), ({"alignment_weight": 0}, False), ({"stages": ()}, False)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from test_csac import short, site_of
-from tiny import CNN, MLP, NORMED, domains, federation, run, start_of
+from tiny import CNN, MLP, NORMED, federation, run, start_of
 from torch import Tensor
 
 from fedshift.federation.site import Batch, Envelope, Site
@@ -132,9 +132,6 @@ def test_projections_are_reduced_as_chosen(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == ["strided"] * 4
 
 
-# Frozen features ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("frozen", ["local", "fused"])
 @pytest.mark.parametrize("network", [CNN, NORMED], ids=["plain", "batch_norm"])
 def test_cached_features_are_those_computed_again(
@@ -173,25 +170,10 @@ def test_cached_features_are_those_computed_again(
     assert steps == 2 * [site for site in ("large", "small", "one") for _ in range(5)]
 
 
-@pytest.mark.parametrize("frozen", ["local", "fused"])
-def test_a_step_without_the_cache_is_the_same(monkeypatch: pytest.MonkeyPatch, frozen: str) -> None:
-    method = short(calibration_steps=1, logit_mmd=True, frozen=frozen)
-    found = domains(NORMED, {"large": 41, "small": 5})
-    cached, _ = run(method, found, NORMED, rounds=1)
-    monkeypatch.setattr(csac_module, "CACHED_FEATURES", 0)
-    computed, where = run(method, found, NORMED, rounds=1)
-    assert "frozen_features" not in site_of(where).scratch
-    for name, tensor in cached.weights.items():
-        torch.testing.assert_close(computed.weights[name], tensor, atol=1e-5, rtol=1e-5)
-
-
 def test_augmented_samples_are_not_cached() -> None:
     state, where = run(short(), augmentation="ccst")
     assert "frozen_features" not in site_of(where).scratch
     assert state.weights != run(short())[0].weights
-
-
-# Mean squared error, and distances in fusion --------------------------------------------------------------------------
 
 
 def test_mean_squared_error_over_pairs() -> None:

@@ -57,20 +57,6 @@ def test_the_penalty_begins_in_the_round_of_the_pooled_one() -> None:
     assert_close(after(federated, 3), after(VREx(penalty_start=2, penalty_weight=40.0), 3))
 
 
-@pytest.mark.parametrize(
-    ("method", "weighting"),
-    [
-        (FederatedVREx(penalty_weight=0.0), "uniform"),
-        (FederatedVREx(penalty_start=9), "uniform"),
-        (FederatedIRM(penalty_weight=0.0), "uniform"),
-        (FedGMA(agreement=0.0), "samples"),
-    ],
-)
-def test_without_its_own_part_it_is_fedavg(method: Method, weighting: Any) -> None:
-    found, plain = (run(each, network=MLP)[0].weights for each in (method, FedAvg(weighting=weighting)))
-    assert_close(found, plain)
-
-
 def test_fish_s_whole_way_is_training_at_one_site_after_the_other() -> None:
     """Each alone from where the one before it ended: momentum and draws are a site's own."""
     wanted = start = run(FedAvg(), domains(MLP, SIZES), rounds=1, budget=0, **PLAIN)[0].weights

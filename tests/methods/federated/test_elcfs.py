@@ -14,7 +14,6 @@ from sklearn.datasets import load_digits
 from tiny import CNN, LINEAR, NORMED_CNN, domains, evaluated, federation, images, run, setting, start_of, vectors
 from torch import Tensor
 
-import fedshift
 from fedshift.data.domain import Domain
 from fedshift.errors import ReplyRefused, UserError
 from fedshift.federation.local.in_process import LocalFederation
@@ -22,7 +21,6 @@ from fedshift.federation.messages import Spectra
 from fedshift.federation.randomness import generator
 from fedshift.federation.site import Batch
 from fedshift.methods.base import Samples
-from fedshift.methods.federated import elcfs
 from fedshift.methods.federated.elcfs import ELCFS, _Bank
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.weights import Weights
@@ -141,53 +139,6 @@ def test_the_released_setting_sends_an_eighth_of_the_spectra_and_of_each_one_num
     assert where.ledger.total["up"]["spectra"] == 4 * (2 + 1)
 
 
-@pytest.mark.parametrize(
-    ("setting", "largest"), [("paper", None), ("released", 100.0), ("light", 100.0), ("ccst_port", 1.0)]
-)
-def test_the_inner_gradient_is_cut_as_the_setting_says(
-    setting: str, largest: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: set[Any] = set()
-    step = elcfs.inner_step
-
-    def noted(parameters: Any, gradients: Any, rate: float, clip: float | None = None, **rest: Any) -> Any:
-        seen.add(clip)
-        return step(parameters, gradients, rate, clip, **rest)
-
-    monkeypatch.setattr(elcfs, "inner_step", noted)
-    run(ELCFS.model_validate({"setting": setting}), rounds=1)
-    assert seen == {largest}
-
-
-def test_first_and_second_order_differ_by_the_inner_rate_alone() -> None:
-    def trained(rate: float, order: Any) -> Weights:
-        return run(ELCFS(window=WIDE, inner_rate=rate, meta_gradient=order), rounds=1)[0].weights
-
-    for key, tensor in trained(0.0, "second").items():
-        torch.testing.assert_close(trained(0.0, "first")[key], tensor, atol=1e-6, rtol=1e-5)
-    assert trained(0.5, "first") != trained(0.5, "second")
-
-
-def test_without_an_inner_step_it_is_the_loss_on_images_and_copies() -> None:
-    """β = 0: the meta loss is the plain loss on the transformed batch, so two domains that look alike give 2·CE."""
-    twins = [images("a", 16), images("a", 16)]
-    twins[1] = type(twins[1])("b", twins[1].inputs, twins[1].labels)
-    one = [images("a", 8)]
-    state, _ = run(ELCFS(inner_rate=0.0), one, rounds=1, momentum=0.0, lr=0.02)  # one site: the copies are the images
-    plain, _ = run(FedAvg(), one, rounds=1, momentum=0.0, lr=0.04)
-    for key, tensor in plain.weights.items():
-        torch.testing.assert_close(state.weights[key], tensor, atol=1e-6, rtol=1e-5)
-
-
-def test_the_ports_meta_loss_changes_nothing() -> None:
-    found = [images("a", 8), images("b", 8)]  # one batch each, whatever the order of the samples
-    ported, _ = run(ELCFS(meta_gradient="none"), found, rounds=1)
-    plain, _ = run(FedAvg(), found, rounds=1)
-    for key, tensor in plain.weights.items():
-        torch.testing.assert_close(ported.weights[key], tensor, atol=1e-6, rtol=1e-5)
-    assert ported.report["losses"] != plain.report["losses"]
-
-
 def test_the_copies_of_an_image_have_its_label() -> None:
     """Of two foreign sites: the loss of all copies is the mean of the losses of either site's."""
     method, found = ELCFS(), [images("a", 8)]
@@ -254,29 +205,6 @@ def test_only_the_window_travels_and_only_once() -> None:
     assert bank["b"]["amplitude"].shape == (5, 1, 5, 3)  # type: ignore[index]
 
 
-def test_a_site_that_refuses_spectra_ends_the_run_at_once(tmp_path: Any) -> None:
-    with pytest.raises(UserError, match="site 'large' refuses to send spectra"):
-        federation(ELCFS(), refuse=["spectra"])
-    experiment = {
-        "name": "refused",
-        "data": {"name": "rotated_digits", "per_class": 3},
-        "protocol": {"targets": "D0", "seeds": 0},
-        "model": "mnist_cnn",
-        "methods": ["elcfs"],
-        "engine": {"refuse": ["spectra"]},
-    }
-    with pytest.raises(UserError, match="sites refuse spectra, which elcfs shares"):
-        fedshift.run(experiment, tmp_path)
-
-
-def test_rounded_shares() -> None:
-    found = domains(CNN, {"a": 7, "b": 5, "c": 9})
-    state, _ = run(ELCFS(weighting="rounded"), found, rounds=1)
-    assert state.report["aggregation_weights"] == pytest.approx({"a": 0.33, "b": 0.24, "c": 0.43})
-    exact, _ = run(ELCFS(), found, rounds=1)
-    assert exact.report["aggregation_weights"] == pytest.approx({"a": 7 / 21, "b": 5 / 21, "c": 9 / 21})
-
-
 @pytest.mark.parametrize(
     ("options", "expected", "passes"),
     [
@@ -299,14 +227,6 @@ def test_statistics_of_batch_norm_follow_both_passes_but_in_the_port_that_at_the
             torch.testing.assert_close(state.weights[key], tensor, atol=5e-5, rtol=1e-3)
     counts = {int(value) for key, value in state.weights.items() if key.endswith("num_batches_tracked")}
     assert counts == {passes * 2}  # the larger site has two mini-batches
-
-
-def test_batch_norm_statistics_are_averaged() -> None:
-    state, _ = run(ELCFS(), network=NORMED_CNN, rounds=1)
-    start = start_of(ELCFS(), network=NORMED_CNN)
-    moved = [name for name in start if "running" in name]
-    assert moved
-    assert all(not torch.equal(state.weights[name], start[name]) for name in moved)
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Batch
 from fedshift.methods.federated.elcfs import ELCFS, _Bank
 from fedshift.models.network import Network
-from fedshift.weights import Weights
 
 SIDE = 16
 
@@ -100,56 +98,6 @@ def test_the_meta_loss_of_masks(weight: float) -> None:
         maps = maps_of(torch.cat([whole.inputs, copies])).double().numpy()
         expected += weight * boundary(maps, whole.targets.double().repeat(2, 1, 1, 1).numpy(), 0.3)
     assert found.item() == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_released_boundary_term_takes_own_maps_at_the_start_and_adds_structures() -> None:
-    """One step of a site without foreign spectra: Dice at θ and θ̂, and γ times the sum over structures of the contrast
-    of the own images' maps at θ with the copies' at θ̂; its gradient reaches θ by both ways."""
-    method = ELCFS(setting="released", boundary_weight=0.4, temperature=0.3, inner_rate=0.2)
-    model, (whole, _) = network(), batch()
-
-    def moved_by(loss_of: Any, trained: Network, **_: object) -> float:
-        loss_of(whole).backward()
-        return 0.0
-
-    site: Any = SimpleNamespace(
-        model=lambda weights: model, objective=Classes(), memory={}, minimise=moved_by, samples=2,
-        generator_for=lambda purpose: torch.Generator(), weights_of=lambda trained: Weights(trained.state_dict()),
-    )  # fmt: skip
-    method.fit(site, Weights(model.state_dict()))
-
-    start = {name: value.detach().double().requires_grad_(True) for name, value in model.named_parameters()}
-    inputs, masks = whole.inputs.double(), whole.targets.double()
-
-    def maps_of(values: dict[str, Tensor]) -> Tensor:
-        return F.conv2d(inputs, values["features.weight"], values["features.bias"], padding=1)
-
-    def dice_of(maps: Tensor, values: dict[str, Tensor]) -> Tensor:
-        found = F.conv2d(maps, values["classifier.weight"], values["classifier.bias"]).sigmoid()
-        both, sizes = (found * masks).sum((0, 2, 3)), (found + masks).sum((0, 2, 3))
-        return 1 - ((2 * both + 1e-5) / (sizes + 1e-5)).mean()
-
-    own = maps_of(start)
-    loss = dice_of(own, start)
-    gradients = torch.autograd.grad(loss, list(start.values()), retain_graph=True)
-    ahead = {name: value - 0.2 * step for (name, value), step in zip(start.items(), gradients, strict=True)}
-    there = maps_of(ahead)
-    contrasts = torch.zeros((), dtype=torch.float64)
-    for c in range(2):
-        edges = [torch.from_numpy(m & ~ndimage.binary_erosion(m)) for m in masks[:, c].numpy().astype(bool)]
-        rings = [torch.from_numpy(ndimage.binary_dilation(m, None, 5) & ~m) for m in masks[:, c].numpy().astype(bool)]
-        means = [maps[k][:, where[k]].mean(1) for where in (edges, rings) for maps in (own, there) for k in range(2)]
-        points = F.normalize(torch.stack(means), dim=1)
-        near = (points @ points.T / 0.3).exp()
-        pairs = []
-        for a in range(8):
-            others = near[a, 4:].sum() if a < 4 else near[a, :4].sum()
-            pairs += [-(near[a, p] / (near[a, p] + others)).log() for p in range(8) if p != a and (p < 4) == (a < 4)]
-        contrasts = contrasts + torch.stack(pairs).mean()
-    expected = torch.autograd.grad(loss + dice_of(there, ahead) + 0.4 * contrasts, list(start.values()))
-    for (name, parameter), gradient in zip(model.named_parameters(), expected, strict=True):
-        assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad.double(), gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_a_copy_is_an_image() -> None:

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 from test_fada import ROLES, begun, short, site_of
-from tiny import LINEAR, federation, step_on
+from tiny import LINEAR, step_on
 
 from fedshift.errors import TrainingDiverged, UserError
-from fedshift.experiment.check import check
-from fedshift.experiment.config.experiment import parse
 from fedshift.federation.site import Site
 from fedshift.methods.federated.fada import FADA
 from fedshift.weights import Weights
@@ -30,12 +28,6 @@ def test_features_cross_in_every_mini_batch_both_ways() -> None:
     assert set(where.progress.used.values()) == {steps}
 
 
-def test_a_site_that_refuses_features_ends_the_run_with_one_line() -> None:
-    with pytest.raises(UserError, match="refuses to send features") as error:
-        federation(short(), refuse=["features"])
-    assert "\n" not in str(error.value)
-
-
 def test_samples_do_not_leave_as_features() -> None:
     """A network of one layer has nothing before its classifier: its features are the samples."""
     for variant in ("I", "III"):
@@ -45,39 +37,6 @@ def test_samples_do_not_leave_as_features() -> None:
             step_on(method, where, state)
         with pytest.raises(UserError, match="samples would leave as they are"):
             method.check(site_of(where, "a").network)
-
-
-def test_the_check_before_a_run_counts_features() -> None:
-    options: dict[str, Any] = {
-        "data": {"name": "rotated_digits", "per_class": 8, "size": 8},
-        "protocol": {"kind": "adapt_to_one", "targets": ["D0"], "seeds": [0], "test_fraction": 0.5},
-        "model": {"name": "mlp", "hidden": [16]},
-        "training": {"rounds": 2, "batch_size": 10},
-        "methods": [{"name": "fada", "steps_per_round": 8}, {"name": "kd3a"}],
-        "device": "cpu",
-    }
-    fada, kd3a = check(parse(options)).methods
-    assert fada.rounds == 2
-    assert "features" in fada.shares
-    features = 4 * 16 * (6 * 2 * 8 * 10)  # bytes of a float, width, then sites, rounds, steps and samples
-    variant_one = check(parse({**options, "methods": [{"name": "fada", "steps_per_round": 8, "variant": "I"}]}))
-    size = 4 * (64 * 16 + 16 + 16 * 10 + 10)
-    assert variant_one.methods[0].bytes_up == features + 2 * (5 * (size + 16) + size + 8 * 5)
-    assert variant_one.methods[0].bytes_down == features + 2 * (5 * size + 6 * size)
-    assert fada.bytes_up > variant_one.methods[0].bytes_up  # the disentangler travels with the model
-    assert kd3a.bytes_up < kd3a.rounds * 7 * size
-
-
-# Exchanges of a round -------------------------------------------------------------------------------------------------
-
-
-def test_a_round_has_one_exchange_for_each_step_and_two_more() -> None:
-    """Features of the first mini-batch, two steps, the sources' last one, and the target's with the aggregation."""
-    method = short(steps_per_round=3)
-    where, state = begun(method)
-    before = where.progress.exchange
-    step_on(method, where, state)
-    assert where.progress.exchange - before == 5
 
 
 def test_a_source_that_sends_no_features_loses_the_rounds_work_and_keeps_its_identifier() -> None:

@@ -7,21 +7,8 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import (
-    CNN,
-    MLP,
-    NORMED,
-    data_set,
-    domains,
-    federation,
-    images,
-    run,
-    setting,
-    start_of,
-    step_on,
-    training,
-    vectors,
-)
+from lost import site_of
+from tiny import CNN, MLP, NORMED, data_set, federation, images, run, start_of, step_on, training, vectors
 from torch import Tensor
 
 from fedshift.data.site_data import SiteData
@@ -34,7 +21,6 @@ from fedshift.federation.site import Site
 from fedshift.federation.site_runner import Setting
 from fedshift.methods.federated.fedadg import FedADG, WithGenerator, _accuracy, _discriminator, _Game
 from fedshift.models import registry as models
-from fedshift.models.payload import payload
 from fedshift.weights import Weights
 
 Tensors = dict[str, Tensor]
@@ -42,14 +28,6 @@ Tensors = dict[str, Tensor]
 
 def short(**options: Any) -> FedADG:
     return FedADG(**{"task_epochs": 1, "adversarial_epochs": 1, **options})
-
-
-def site_of(where: Federation, name: str) -> Site:
-    assert isinstance(where, LocalFederation)
-    return where._runners[name].site
-
-
-# The equations --------------------------------------------------------------------------------------------------------
 
 
 def features(values: Tensors, inputs: Tensor) -> Tensor:
@@ -158,9 +136,6 @@ def test_a_round_is_the_equations(options: dict[str, Any], form: str, squares: b
     assert moved == (form != "frozen")
 
 
-# What travels and what stays ------------------------------------------------------------------------------------------
-
-
 def test_the_discriminator_never_travels_and_differs_between_sites() -> None:
     method = short()
     state, where = run(method, network=NORMED)
@@ -171,21 +146,6 @@ def test_the_discriminator_never_travels_and_differs_between_sites() -> None:
     assert {entry.field for entry in where.ledger.entries if entry.kind == "weights"} == {"weights", "generator"}
     assert set(state.parts) == {"generator"}
     assert not any(name.startswith(("generator", "projection")) for name in state.weights)
-
-
-def test_equal_generators_are_their_mean() -> None:
-    """A generator that no site trains comes back bit for bit."""
-    method = short(generator="frozen")
-    state, _ = run(method, rounds=2)
-    assert state.parts["generator"] == start_of(method).select("generator")
-
-
-def test_the_published_bytes() -> None:
-    """25,202,688 parameters of G for the released AlexNet setup with 7 classes: (2048+7)·4096+4096 + 4096·4096+4096."""
-    network = models.build(models.parse({"name": "alexnet"}), (3, 64, 64), 7, 0)
-    made = FedADG().adapt_network(network, 3)
-    assert payload(made.generator).parameters == 25_202_688  # type: ignore[arg-type]
-    assert payload(made).bytes == payload(network).bytes + 4 * 25_202_688
 
 
 def test_the_projection_of_the_paper_has_its_width() -> None:
@@ -225,9 +185,6 @@ def test_the_code_for_vlcs_projects_features_and_class_together() -> None:
     joined = torch.cat([h, y], 1) @ critic.projection.T
     torch.testing.assert_close(critic(h, y), critic.layers(joined))
     assert critic.projection.requires_grad
-
-
-# Which epoch is kept --------------------------------------------------------------------------------------------------
 
 
 def held_out(method: FedADG, pool: WorkerPool | None = None) -> tuple[Federation, Any]:
@@ -281,20 +238,3 @@ def test_held_out_rows_are_there_only_for_who_says_so() -> None:
     assert not short(keep="last").traits.uses_held_out
     assert all(not plan.held_out for plan in plans)
     assert list(site_of(where, "a").held_out_batches()) == []
-
-
-@pytest.mark.slow
-def test_a_pool_holds_out_the_same_rows(pool: WorkerPool) -> None:
-    method = short(adversarial_epochs=2)
-    made = start_of(method, [images("a", 9)])
-    here, _ = held_out(method)
-    there, _ = held_out(method, pool)
-    states = [step_on(method, where, method.start(where, made)) for where in (here, there)]
-    assert states[0].weights == states[1].weights
-    assert states[0].parts == states[1].parts
-
-
-def test_the_evaluated_network_has_no_generator() -> None:
-    method = short()
-    network = method.evaluated_network(setting(method, domains(), CNN).build_network(), 3)
-    assert not any(name.startswith("generator") for name in network.state_dict())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lost import kept, site_of
-from tiny import CNN, NORMED, NORMED_CNN, assert_close, domains, evaluated, federation, run, setting, start_of, step_on
+from tiny import CNN, NORMED, NORMED_CNN, domains, evaluated, federation, run, setting, start_of
 
 from fedshift.errors import UserError
 from fedshift.functional.averaging import is_buffer
@@ -18,7 +17,6 @@ from fedshift.models.network import Network
 from fedshift.models.normalisation import AssembledNorm2d
 from fedshift.weights import Weights
 
-SIZES = {"large": 41, "small": 5, "other": 16}
 NETWORKS: dict[str, dict[str, object]] = {"fedbn": NORMED, "silobn": NORMED, "gperxan": NORMED_CNN}
 
 
@@ -137,9 +135,6 @@ def test_a_network_without_batch_norm_is_refused(name: str) -> None:
         method.check(setting(method, domains(CNN), CNN).build_network())
 
 
-# gPerXAN -------------------------------------------------------------------------------------------------------------
-
-
 def test_every_batch_norm_becomes_an_assembly_of_two_normalisations() -> None:
     plain = setting(FedBN(), domains(NORMED_CNN), NORMED_CNN).build_network()
     made = GPerXAN().adapt_network(plain, 3)
@@ -147,37 +142,3 @@ def test_every_batch_norm_becomes_an_assembly_of_two_normalisations() -> None:
     assert len(layers) == sum(isinstance(module, torch.nn.BatchNorm2d) for module in plain.modules()) > 0
     inputs = torch.randn(6, 1, 12, 12, generator=torch.Generator().manual_seed(0))
     assert not torch.allclose(made.train()(inputs), plain.train()(inputs), atol=1e-3)
-
-
-def test_the_guide_by_hand() -> None:
-    """The common classifier judges the site's features; it does not move."""
-    method, found = GPerXAN(guide_weight=0.4), domains(CNN)
-    where, start = federation(method, found), start_of(method, found)
-    site = site_of(where, "large")
-    common = start_of(method, found, seed=9)
-    model, guide = site.model(start), site.model(common).classifier
-    batch = next(site.all_batches())
-    features = model.features(batch.inputs)
-    expected = F.cross_entropy(model.classifier(features), batch.targets)
-    expected = expected + 0.4 * F.cross_entropy(guide(features), batch.targets)
-    loss = method.loss_at(site, model, common)(batch)
-    torch.testing.assert_close(loss, expected)
-    before = common.clone()
-    state = step_on(method, where, method.start(where, common))
-    assert common == before
-    assert state.weights != common
-
-
-def test_the_guide_s_gradient_reaches_the_features_alone() -> None:
-    method, found = GPerXAN(guide_weight=1.0), domains(CNN)
-    site = site_of(federation(method, found), "large")
-    start = start_of(method, found)
-    gradients = []
-    for weight in (0.0, 1.0):
-        model, batch = site.model(start), next(site.all_batches())
-        loss = GPerXAN(guide_weight=weight).loss_at(site, model, start)(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        gradients.append(Weights({name: parameter.grad for name, parameter in model.named_parameters()}))
-    assert_close(gradients[0].select("classifier"), gradients[1].select("classifier"))
-    features = [gradient.select("features") for gradient in gradients]
-    assert_close(Weights({name: 2 * tensor for name, tensor in features[0].items()}), features[1])

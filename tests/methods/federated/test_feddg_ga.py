@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lost import lose, site_of
-from tiny import MLP, NORMED, assert_close, domains, federation, run, start_of, step_on
+from tiny import MLP, NORMED, domains, federation, start_of, step_on
 
 from fedshift.functional.averaging import weighted_average
 from fedshift.functional.source_weights import adjusted_shares
 from fedshift.methods.base import State
-from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.feddg_ga import GeneralizationAdjustment, loss_of
 from fedshift.weights import Weights
 
@@ -27,12 +26,6 @@ def states_of(method: GeneralizationAdjustment, rounds: int) -> list[State]:
     for _ in range(rounds):
         states.append(step_on(method, where, states[-1]))
     return states
-
-
-def test_without_a_step_it_is_fedavg_with_equal_shares() -> None:
-    plain, adjusted = (run(m, network=MLP)[0] for m in (FedAvg(weighting="uniform"), GeneralizationAdjustment(step=0)))
-    assert_close(plain.weights, adjusted.weights)
-    assert adjusted.report["aggregation_weights"] == pytest.approx(dict.fromkeys(SITES, 1 / 3))
 
 
 def test_gaps_are_the_common_model_s_loss_minus_the_site_s_own() -> None:
@@ -87,17 +80,6 @@ def test_losses_are_means_over_samples_and_not_over_batches() -> None:
     said = site.model(start)(torch.cat([batch.inputs for batch in batches]))
     expected = F.cross_entropy(said, torch.cat([batch.targets for batch in batches]))
     assert loss_of(site, start) == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_the_mean_is_weighted_so() -> None:
-    method, found = GeneralizationAdjustment(step=0.0), domains(MLP)
-    where, start = federation(method, found, MLP), start_of(method, found, MLP)
-    known = {"large": 0.5, "small": 0.3, "one": 0.2}
-    models = {site: reply.weights for site, reply in where.ask(method.train, to=SITES, weights=start).items()}
-    again = federation(method, found, MLP)
-    state = step_on(method, again, State(start, numbers=known))
-    expected = weighted_average([models[site] for site in SITES], list(known.values()))
-    assert_close(state.weights, expected)
 
 
 def test_a_missing_site_keeps_its_weight() -> None:

@@ -9,7 +9,7 @@ import torch
 from lost import kept, lose
 from tiny import MLP, NORMED, assert_close, domains, federation, run, start_of, step_on
 
-from fedshift.functional.averaging import is_buffer, weighted_average
+from fedshift.functional.averaging import is_buffer
 from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.feddyn import FedDyn
@@ -30,30 +30,6 @@ def test_the_first_round_with_a_weak_penalty_goes_twice_as_far_as_fedavg() -> No
     for name, tensor in run(method, found, NORMED, rounds=1)[0].weights.items():
         expected = mean[name] if is_buffer(name) else 2 * mean[name] - start[name]
         torch.testing.assert_close(tensor, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_a_step_of_the_second_round_by_hand() -> None:
-    """At θ = θ_t the penalty's gradient is −h_i: FedAvg's step from there, and η·h_i."""
-    found = domains(MLP, SIZES)
-    method, plain = FedDyn(steps_per_round=1, alpha=0.5), FedAvg(steps_per_round=1)
-    state, where = run(method, found, MLP, rounds=1, momentum=0.0, lr=0.1)
-    _, other = run(plain, found, MLP, rounds=1, momentum=0.0, lr=0.1)
-    own = {site: kept(where, site, "gradient").clone() for site in SIZES}
-    sent = dict(where.ask(method.fit, to=where.sources, weights=state.weights).items())
-    steps = dict(other.ask(plain.fit, to=other.sources, weights=state.weights).items())
-    for site, update in sent.items():
-        for name, tensor in update.weights.items():
-            expected = steps[site].weights[name] + 0.1 * own[site][name]
-            torch.testing.assert_close(tensor, expected, atol=1e-6, rtol=1e-5)
-            h = own[site][name] - 0.5 * (tensor - state.weights[name])
-            torch.testing.assert_close(kept(where, site, "gradient")[name], h)
-
-
-def test_the_server_s_h_is_the_mean_of_the_sites() -> None:
-    state, where = run(FedDyn(alpha=0.3), domains(NORMED, SIZES), NORMED, rounds=3)
-    mean = weighted_average([kept(where, site, "gradient") for site in SIZES], [1.0] * 3)
-    for name, tensor in gradient_of(state).items():
-        torch.testing.assert_close(tensor, mean[name], atol=1e-6, rtol=1e-4)
 
 
 def test_a_missing_site_counts_as_one_that_did_not_move() -> None:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from typing import cast
 
-import pytest
 import torch
 import torch.nn.functional as F
 from lost import lose, site_of
-from tiny import CNN, NORMED, assert_close, domains, federation, run, start_of, step_on
+from tiny import CNN, NORMED, assert_close, domains, federation, start_of, step_on
 
 from fedshift.functional.averaging import weighted_average
-from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fediir import FedIIR
 from fedshift.weights import Weights
 
 ONE_BATCH = {"a": 8, "b": 5}
 """Sites whose samples are one mini-batch, so that the order of the samples hardly matters."""
-
-
-def test_without_the_penalty_it_is_fedavg() -> None:
-    found = domains(CNN, ONE_BATCH)
-    plain, penalised = (run(method, found, momentum=0.9)[0].weights for method in (FedAvg(), FedIIR(penalty_weight=0)))
-    assert_close(plain, penalised)
-    assert run(FedIIR(penalty_weight=1), found)[0].weights != run(FedIIR(penalty_weight=0), found)[0].weights
 
 
 def gradient_at(where: object, site: str, weights: Weights) -> dict[str, torch.Tensor]:
@@ -57,31 +48,6 @@ def test_the_server_s_gradient_is_the_mean_and_then_a_moving_one() -> None:
     assert_close(cast(Weights, first.parts["gradient"]), means[0])
     moving = {name: 0.75 * means[0][name] + 0.25 * value for name, value in means[1].items()}
     assert_close(cast(Weights, second.parts["gradient"]), Weights(moving))
-
-
-def test_the_penalty_by_hand() -> None:
-    """γ ‖∇_w L − ḡ‖², and its gradient by all parameters against a finite difference."""
-    method, found = FedIIR(penalty_weight=3.0), domains(CNN, ONE_BATCH)
-    where, start = federation(method, found), start_of(method, found)
-    site = site_of(where, "a")
-    model, batch = site.model(start).double(), next(site.all_batches())
-    batch = type(batch)(batch.inputs.double(), batch.labels, batch.domains, batch.rows)
-    goal = {name: torch.full_like(value, 0.1) for name, value in model.classifier.named_parameters()}
-    loss_of = method.loss_towards(site, model, Weights(goal))
-    plain = F.cross_entropy(model(batch.inputs), batch.targets)
-    gradients = torch.autograd.grad(plain, list(model.classifier.parameters()), retain_graph=True)
-    gap = sum((gradient - 0.1).square().sum() for gradient in gradients)
-    assert loss_of(batch).item() == pytest.approx((plain + 3 * gap).item())
-    weight = next(model.features.parameters())
-    slope = torch.autograd.grad(loss_of(batch), weight)[0].flatten()[0].item()
-    values = []
-    for shift in (1e-5, -1e-5):
-        with torch.no_grad():
-            weight.view(-1)[0] += shift
-        values.append(loss_of(batch).item())
-        with torch.no_grad():
-            weight.view(-1)[0] -= shift
-    assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-4, abs=1e-8)
 
 
 def test_a_missing_site_has_no_part() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import CNN, MLP, NORMED, domains, evaluated, federation, run, setting, start_of, vectors
+from tiny import MLP, evaluated, federation, run, start_of, vectors
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
@@ -16,11 +16,7 @@ from fedshift.federation.randomness import generator
 from fedshift.methods.base import Method
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedsr import FedCMI, FedL2R, FedSR
-from fedshift.models import registry as models
-from fedshift.models.payload import payload
 from fedshift.weights import Weights
-
-RESNET: dict[str, object] = {"name": "resnet18"}
 
 
 def one_round(method: Method, steps: int, **options: Any) -> Weights:
@@ -84,21 +80,6 @@ def test_a_round_is_the_equations(method: Method, deterministic: bool) -> None:
         assert not torch.equal(found[name], start_of(method, [vectors("alone", 8)], MLP)[name]), name
 
 
-def test_without_penalties_and_spread_it_is_fedavgs_loss() -> None:
-    """α's = 0 and σ → 0: the cross-entropy of the means."""
-    method = FedSR(l2r_weight=0, cmi_weight=0, steps_per_round=1, representation=4)
-    found = [vectors("alone", 8)]
-    start = start_of(method, found, MLP)
-    bias = start["features.encoder.linear.bias"].clone()
-    bias[4:] = -60.0  # softplus(−60) is 1e-26
-    start = start.merge({"features.encoder.linear.bias": bias})
-    where = federation(method, found, MLP, rounds=1, batch_size=8)
-    loss = where.ask(method.fit, to=where.sources, weights=start).only().loss
-    network = evaluated(method, start, found, MLP)
-    inputs, labels, _ = next(where._runners["alone"].site.data.all_batches(8))  # type: ignore[attr-defined]
-    assert loss == pytest.approx(F.cross_entropy(network(inputs), labels).item(), abs=1e-6)
-
-
 def test_only_l2r_remains_without_the_divergence_and_the_sampling() -> None:
     """FedL2R without its norm is FedAvg with one more layer."""
     options: dict[str, Any] = {"network": MLP, "rounds": 2}
@@ -142,9 +123,6 @@ def test_the_learned_factor_is_trained() -> None:
     assert state.weights["features.encoder.references.factor"].item() != 1.0
 
 
-# Prediction -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_prediction_is_the_mean_over_samples_and_depends_on_nothing_else() -> None:
     method = FedSR(samples=6)
     network = evaluated(method, start_of(method))
@@ -167,15 +145,6 @@ def test_a_prediction_is_the_mean_over_samples_and_depends_on_nothing_else() -> 
     assert not torch.allclose(scores, FedSR(samples=1).evaluated_network(network, 3)(inputs))
 
 
-def test_many_samples_approach_the_expectation() -> None:
-    method = FedCMI(samples=4000)
-    network = evaluated(method, start_of(method))
-    inputs = torch.rand(2, 1, 12, 12)
-    with torch.no_grad():
-        few, many = network(inputs).exp(), FedCMI(samples=9000).evaluated_network(network, 3)(inputs).exp()
-    torch.testing.assert_close(few, many, atol=0.02, rtol=0)
-
-
 def test_the_deterministic_variant_has_no_samples() -> None:
     method = FedL2R()
     network = evaluated(method, start_of(method))
@@ -183,35 +152,3 @@ def test_the_deterministic_variant_has_no_samples() -> None:
     with torch.no_grad():
         assert torch.equal(network(inputs), network(inputs))
         assert torch.equal(network(inputs), network.classifier(network.features(inputs)))
-
-
-@pytest.mark.parametrize("network", [CNN, NORMED, RESNET], ids=["mnist_cnn", "mlp", "resnet18"])
-def test_it_fits_any_network(network: dict[str, object]) -> None:
-    shape = (5,) if network is NORMED else ((1, 12, 12) if network is CNN else (1, 32, 32))
-    plain = models.build(models.parse(network), shape, 3, 0)
-    for method, factor in ((FedSR(), 2), (FedL2R(), 1)):
-        adapted = method.adapt_network(models.build(models.parse(network), shape, 3, 0), 3)
-        width = plain.embedding_size
-        assert adapted.features.encoder.linear.weight.shape == (factor * width, width)  # type: ignore[union-attr]
-        inputs = torch.rand(4, *shape)
-        assert adapted(inputs).shape == (4, 3)
-        assert method.evaluated_network(adapted, 3).eval()(inputs).shape == (4, 3)
-        _, stages = adapted.with_stages(inputs, adapted.alignment_stages)
-        assert len(stages) == len(plain.alignment_stages)
-
-
-def test_resnet18_at_512_is_the_published_size() -> None:
-    """Mean and scale heads, Z = 512, 7 classes: 46,860,220 bytes, and the references on top when they are shared."""
-    network = models.build(models.parse({"name": "resnet18"}), (3, 224, 224), 7, 0)
-    private = payload(FedSR(share_reference=False).adapt_network(network, 3)).bytes
-    assert private == 46_860_220
-    assert payload(FedSR().adapt_network(network, 3)).bytes == private + 4 * 2 * 7 * 512
-
-
-def test_momentum_is_kept_for_private_references_too() -> None:
-    method = FedSR(share_reference=False, cmi_weight=0.2)
-    kept, fresh = (
-        run(method, momentum=0.9, rounds=3, reset_optimizer_each_round=reset)[0].weights for reset in (False, True)
-    )
-    assert kept != fresh
-    assert setting(method, domains(), CNN).build_network()  # the network is made without the private part

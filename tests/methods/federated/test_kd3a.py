@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from kd3a_setting import SITES, around, kd3a, rounds_of, warm_start
+from kd3a_setting import SITES, kd3a, rounds_of, warm_start
 from kd3a_written import EQUATIONS, Algorithm
-from tiny import MLP, NORMED, run, step_on
-from torch import Tensor
+from tiny import MLP, NORMED, run
 
 from fedshift.federation.federation import Federation
-from fedshift.methods.base import State
 from fedshift.methods.federated.kd3a import KD3A
 
 
@@ -72,20 +68,6 @@ def test_momentum_begins_in_the_second_round() -> None:
     assert second.report["aggregation_weights"] == pytest.approx(expected, abs=1e-12)  # of the same models
 
 
-def test_the_gate_rises_with_the_work_done() -> None:
-    """What counts is the target's share of its mini-batches, not the round."""
-    asked: list[float] = []
-
-    class Watched(KD3A):
-        def _consensus(self, predictions: Tensor, gate: float) -> Any:
-            asked.append(gate)
-            return super()._consensus(predictions, gate)
-
-    run(Watched(gate_start=0.8, gate_end=0.95), budget={**dict.fromkeys(("large", "small", "one"), 40), "target": 8},
-        rounds=4)  # fmt: skip
-    assert asked == pytest.approx([gate for gate in (0.8, 0.8375, 0.875, 0.9125) for _ in range(2)])
-
-
 @pytest.mark.parametrize(
     ("exchanges", "used"),
     [
@@ -104,29 +86,3 @@ def test_aggregations_per_epoch(exchanges: float, used: dict[str, int]) -> None:
     for name, per_epoch in (("large", 5), ("small", 1), ("one", 1)):
         assert method.mini_batches(per_epoch, 2) == 2 * used[name]
     assert method.target_mini_batches(2, 2) == 2 * used["target"]
-
-
-@pytest.mark.parametrize(
-    ("exchanges", "batches", "per_round"),
-    [(0.2, 250, 1250), (0.5, 250, 500), (2, 250, 125), (10, 250, 25), (100, 250, 2)],
-)
-def test_mini_batches_of_a_round_are_those_of_the_paper(exchanges: float, batches: int, per_round: int) -> None:
-    """Digit-5: 25,000 samples in batches of 100. With r below 1 the sources pass several times over them."""
-    method = KD3A(aggregations_per_epoch=exchanges)
-    assert method.mini_batches(batches, 8) == 8 * per_round
-    assert method.target_mini_batches(batches, 8) == 8 * min(per_round, batches)
-
-
-def test_a_source_that_says_nonsense_counts_little() -> None:
-    """Of three equally large sources one has wrong labels: consensus focus finds it, the number of samples cannot."""
-    shares: dict[str, dict[str, float]] = {}
-    for rule in ("shapley", "leave_one_out", "samples"):
-        method = kd3a(focus=rule)
-        where = around(method, {"north": 30, "east": 30, "south": 30}, rounds=3, budget=100)
-        state = State(warm_start())
-        for _ in range(3):
-            state = step_on(method, where, state)
-        shares[rule] = state.report["aggregation_weights"]
-    assert shares["samples"]["east"] == pytest.approx(shares["samples"]["north"])
-    for rule in ("shapley", "leave_one_out"):
-        assert shares[rule]["east"] < 0.5 * min(shares[rule]["north"], shares[rule]["south"]), shares

@@ -7,15 +7,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from kd3a_setting import SITES, kd3a, rounds_of
-from kd3a_written import EQUATIONS
+from kd3a_setting import kd3a, rounds_of
 
 from fedshift.errors import UserError
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import Plan
 from fedshift.federation.site import Site
-from fedshift.functional.averaging import is_buffer
 from fedshift.methods.federated.kd3a import Models, shares_of_round
 from fedshift.weights import Weights
 
@@ -51,37 +49,6 @@ def test_batch_norm_options_of_a_network_without_it(batch_norm: str) -> None:
     assert found.weights == default.weights
 
 
-SHARES_ALONE = ["Shapley values", "shares of samples", "H-divergence", "information gain", "confident share"]
-STUDENT_ALONE = ["mean of the teachers", "hard labels", "without mixup", "more mixup"]
-
-
-MERGING_ALONE = ["variances averaged", "statistics at home", "heads at home", "statistics in the loss"]
-
-
-@pytest.mark.parametrize("case", [*SHARES_ALONE, *STUDENT_ALONE, *MERGING_ALONE])
-def test_an_option_changes_nothing_else(case: str) -> None:
-    """In the first round: whose loss, whose share."""
-    (found,), _ = rounds_of(kd3a(**EQUATIONS[case]), rounds=1)
-    (default,), _ = rounds_of(kd3a(), rounds=1)
-    losses, others = found.report["losses"], default.report["losses"]
-    assert {name: losses[name] for name in SITES} == {name: others[name] for name in SITES}
-    assert (losses["target"] != others["target"]) == (case in STUDENT_ALONE)
-    shares, before = found.report["aggregation_weights"], default.report["aggregation_weights"]
-    assert (shares != before) == (case in SHARES_ALONE)
-    assert (shares["target"] != before["target"]) == (case == "confident share")
-    assert found.report["confident"] == default.report["confident"]
-    unlike = {name for name, tensor in found.weights.items() if not torch.equal(tensor, default.weights[name])}
-    if case == "variances averaged":
-        assert unlike == {name for name in found.weights if name.endswith("running_var")}
-    elif case == "statistics at home":
-        assert unlike == {name for name in found.weights if is_buffer(name)}
-    elif case == "statistics in the loss":  # the aggregate is trained on, all but what follows the last BatchNorm
-        behind = ("features.hidden2.1.weight", "features.hidden2.1.bias", "classifier.weight", "classifier.bias")
-        assert unlike == set(found.weights) - set(behind)
-    elif case == "heads at home":
-        assert unlike == {"classifier.weight", "classifier.bias"}
-
-
 @pytest.mark.parametrize(
     ("options", "word"), [({"focus": "h_divergence"}, "h_divergence"), ({"batch_norm": "loss"}, "loss")]
 )
@@ -99,38 +66,6 @@ def test_options_that_need_batch_norm(options: dict[str, Any], word: str) -> Non
     written["model"] = {"name": "mlp", "hidden": [8], "batch_norm": True}
     experiment = parse(written)
     check_fit(Plan(experiment, experiment.data.build()))
-
-
-def test_it_needs_a_target() -> None:
-    options: dict[str, Any] = {"data": {"name": "rotated_digits"}, "model": "linear", "methods": ["fedavg", "kd3a"]}
-    with pytest.raises(UserError, match=r"^methods: kd3a adapts to a target .*protocol: \{kind: adapt_to_one") as said:
-        parse(options)
-    assert "\n" not in str(said.value)
-    assert [method.name for method in parse({**options, "protocol": {"kind": "adapt_to_one"}}).methods]
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"gate_start": 1.0}, "gate_start"),
-        ({"gate_end": -0.1}, "gate_end"),
-        ({"share_momentum": 1.0}, "share_momentum"),
-        ({"mixup": -0.2}, "mixup"),
-        ({"aggregations_per_epoch": 0}, "aggregations_per_epoch"),
-        ({"focus_permutations": 0}, "focus_permutations"),
-        ({"vote": "majority"}, "vote"),
-    ],
-)
-def test_impossible_options(options: dict[str, Any], field: str) -> None:
-    written = {
-        "data": {"name": "rotated_digits"},
-        "protocol": {"kind": "adapt_to_one"},
-        "model": "linear",
-        "methods": [{"name": "kd3a", **options}],
-    }
-    with pytest.raises(UserError, match=rf"^methods\[0\] \(kd3a\)\.{field}: ") as said:
-        parse(written)
-    assert "\n" not in str(said.value)
 
 
 @pytest.mark.parametrize("confident", [0.0, 0.6, 1.0])

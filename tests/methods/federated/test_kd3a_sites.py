@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kd3a_setting import GATES, SITES, around, kd3a, rounds_of, site_of, warm_start
+from kd3a_setting import GATES, SITES, around, kd3a, rounds_of, warm_start
 from kd3a_written import EQUATIONS
+from lost import site_of
 from tiny import step_on
 
 from fedshift.errors import TrainingDiverged
 from fedshift.experiment.runs.run_folder import RunFolder
-from fedshift.federation.exchange import Answer, Request
 from fedshift.federation.federation import Federation
-from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Update
-from fedshift.federation.site import Envelope, Site
+from fedshift.federation.site import Site
 from fedshift.functional.averaging import is_buffer
 from fedshift.methods.base import State
 from fedshift.methods.federated.kd3a import KD3A
@@ -37,22 +34,6 @@ def test_heads_stay_at_their_sites() -> None:
     assert last.weights.select("classifier") == heads["target"]
     assert last.weights != first.weights
     assert "private" not in site_of(rounds_of(kd3a())[1], "north").memory
-
-
-def test_statistics_stay_at_their_sites() -> None:
-    """A source goes on from its own statistics and takes over the aggregate's weights."""
-    method = kd3a(batch_norm="off")
-    (state,), where = rounds_of(method, rounds=1)
-    kept = {name: site_of(where, name).memory.weights("private") for name in (*SITES, "target")}
-    for weights in kept.values():
-        assert set(weights) == {name for name in state.weights if is_buffer(name)}
-    assert state.weights.select(is_buffer) == kept["target"]
-    assert kept["north"] != kept["east"]
-    site = site_of(where, "north")
-    site.begin(Envelope(9, 2, 0.0, 0))  # no budget: nothing is trained
-    update = method.fit(site, state.weights)
-    assert update.weights.select(is_buffer) == kept["north"]
-    assert update.weights.without(is_buffer) == state.weights.without(is_buffer)
 
 
 @pytest.mark.parametrize("case", ["heads at home", "statistics at home", "momentum of shares", "code"])
@@ -76,54 +57,6 @@ def test_a_run_goes_on_from_its_files(case: str, tmp_path: Path) -> None:
         state, header = found
     assert state.weights == whole[-1].weights
     assert state.numbers == whole[-1].numbers
-
-
-# What travels ---------------------------------------------------------------------------------------------------------
-
-
-def round_of(first: int, sites: dict[str, int], size: int, remembered: int) -> Iterator[tuple[int, str, str, str, int]]:
-    """What crosses borders in a round whose first exchange is ``first``: exchange, site, direction, field, bytes."""
-    number = len(sites)
-    for name in sites:
-        yield first, name, "down", "weights", size
-        yield from ((first, name, "up", *sent) for sent in (("weights", size), ("samples", 8), ("loss", 8)))
-    down = {"weights": size, "models": number * size, "samples": 8 * number, "previous": remembered}
-    yield from ((first + 1, "target", "down", *sent) for sent in down.items() if sent[1])
-    up = {"weights": size, "shares": 8 * number, "target_share": 8, "confident": 8, "loss": 8}
-    yield from ((first + 1, "target", "up", *sent) for sent in up.items())
-
-
-@pytest.mark.parametrize("sites", [SITES, {"east": 19, "south": 9}, {"alone": 11}])
-def test_what_travels(sites: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up K models, down to the target those and the aggregate before, up the aggregate, down to every source."""
-    start = warm_start()  # before anybody listens
-    method, delivered = kd3a(), list[tuple[str, Request]]()
-
-    def deliver(self: LocalFederation, step: str, requests: Iterator[Request]) -> Iterator[Answer[Any]]:
-        def seen() -> Iterator[Request]:
-            for request in requests:
-                delivered.append((step, request))
-                yield request
-
-        yield from original(self, step, seen())
-
-    original = LocalFederation.deliver
-    monkeypatch.setattr(LocalFederation, "deliver", deliver)
-    where = around(method, sites)
-    first = step_on(method, where, State(start))
-    second = step_on(method, where, first)
-    size, number = start.nbytes, len(sites)
-    entries = where.ledger.entries
-    found = Counter((entry.exchange, entry.site, entry.direction, entry.field, entry.bytes) for entry in entries)
-    assert found == Counter([*round_of(1, sites, size, 0), *round_of(3, sites, size, 8 * (number + 1))])
-    assert {entry.kind for entry in entries} == {"weights", "numbers"}
-    # A source gets the aggregate and nothing beside it, no model of another source.
-    to_sources = [request for _, request in delivered if request.site != "target"]
-    assert len(to_sources) == 2 * number
-    assert all(list(request.content) == ["weights"] for request in to_sources)
-    for request, before in zip(to_sources, [start] * number + [first.weights] * number, strict=True):
-        assert request.content["weights"] == before
-    assert second.weights != first.weights
 
 
 class Sick(KD3A):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kd3a_setting import RELEASED, kd3a, rounds_of
 from kd3a_written import EQUATIONS
-from tiny import CNN, NORMED, domains, run, vectors
+from tiny import NORMED, domains, run, vectors
 
 from fedshift.federation.local.pool import WorkerPool
 from fedshift.methods.federated.kd3a import KD3A
@@ -21,12 +21,6 @@ def test_one_source() -> None:
         state, _ = run(kd3a(**options), found, NORMED)
         assert state.report["aggregation_weights"] == pytest.approx({"alone": 26 / 40, "target": 14 / 40})
         state.weights.check_finite("one source")
-
-
-def test_sampled_orders_of_one_source_are_all_orders() -> None:
-    found = domains(NORMED, {"alone": 26})
-    sampled, _ = run(kd3a(focus="shapley", focus_permutations=5), found, NORMED)
-    assert sampled.weights == run(kd3a(focus="shapley"), found, NORMED)[0].weights
 
 
 def test_eleven_sources_sample_the_orders() -> None:
@@ -64,15 +58,6 @@ def test_a_small_target(samples: int, options: dict[str, Any]) -> None:
         assert state.report["aggregation_weights"]["few"] == pytest.approx(samples / (46 + samples))
 
 
-def test_one_target_is_needed() -> None:
-    """Two targets, or none, are not what the algorithm is about."""
-    with pytest.raises(ValueError, match="values to unpack"):
-        run(kd3a(), [*domains(NORMED), vectors("b", 9)], NORMED, roles={"large": "target", "b": "target"})
-
-
-# Engines --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["paper", "code", "statistics in the loss", "statistics at home"])
 def test_same_bits_in_a_pool(case: str, pool: WorkerPool) -> None:
@@ -85,16 +70,3 @@ def test_same_bits_in_a_pool(case: str, pool: WorkerPool) -> None:
         assert theirs.report == ours.report
     assert many.progress == one.progress
     assert many.ledger.total == one.ledger.total
-
-
-@pytest.mark.slow
-def test_dropout_and_augmentation_in_a_pool(pool: WorkerPool) -> None:
-    """What draws random numbers by itself: at the target the teachers see what the student sees."""
-    cases: list[tuple[dict[str, object], dict[str, Any]]] = [
-        ({**NORMED, "dropout": 0.5}, {}),
-        (CNN, {"augmentation": "ccst"}),
-    ]
-    for network, options in cases:
-        for method in (kd3a(), kd3a(**RELEASED)):
-            here = run(method, network=network, **options)[0]
-            assert run(method, network=network, pool=pool, **options)[0].weights == here.weights

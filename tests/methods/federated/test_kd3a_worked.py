@@ -64,22 +64,6 @@ TEACHERS_OF_ONE = [[row] for row in FIRST]
 TEACHERS_OF_TWO = list(zip(FIRST, SECOND, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("options", "loss"),
-    [
-        ({}, 0.343232),  # 2 · KL
-        ({"labels": "hard"}, 0.356675),  # −log 0.7
-        ({"vote": "top1"}, 0.343232),  # the same class wins
-        ({"gate": 0.94}, 0.02 * math.log(0.02 / 0.7) + 0.96 * math.log(0.96 / 0.2) + 0.02 * math.log(0.02 / 0.1)),
-        ({"gate": 0.94, "labels": "hard"}, -math.log(0.2)),
-        ({"vote": "mean", "labels": "hard"}, -math.log(0.7)),
-    ],
-)
-def test_the_loss_of_the_worked_sample(options: dict[str, Any], loss: float) -> None:
-    """One mini-batch of equal samples: the loss before the first step."""
-    assert told(of_first(**options), TEACHERS_OF_ONE, 6).loss == pytest.approx(loss, abs=2e-6)
-
-
 @pytest.mark.parametrize("vote", ["rows", "top1"])
 def test_nobody_is_confident(vote: str) -> None:
     """Support 0.001 of the mean of all; hard labels have no weight, so nothing is learned from them."""
@@ -121,43 +105,14 @@ def test_the_worked_shares(case: str) -> None:
     assert found.confident == 1
 
 
-def test_the_worked_step_of_momentum() -> None:
-    method = of_first(focus="shapley", vote="top1", target_share="confident", share_momentum=0.9)
-    alike = dict.fromkeys([*NUMBERS, "target"], 0.25)
-    found = told(method, TEACHERS_OF_TWO, 400, previous=alike)
-    assert [*found.shares.values(), found.target_share] == pytest.approx((0.2580, 0.2454, 0.2465, 0.25), abs=6e-5)
-    first = told(method, TEACHERS_OF_TWO, 400)  # nothing to go by in the first round
-    assert [*first.shares.values(), first.target_share] == pytest.approx(SHARES["code"][1], abs=6e-5)
-
-
 def test_a_site_that_comes_back_begins_with_its_share_of_now() -> None:
     """0.9 · (0.6, —, 0.4) + 0.1 · (0.2, 0.5, 0.3) is (0.56, 0.5, 0.39), over their sum of 1.45."""
     found = smooth_shares({"a": 0.6, "t": 0.4}, {"a": 0.2, "b": 0.5, "t": 0.3}, 0.9)
     assert found == pytest.approx({"a": 0.56 / 1.45, "b": 0.5 / 1.45, "t": 0.39 / 1.45})
 
 
-def test_the_share_of_confident_samples() -> None:
-    """At 0.955 one teacher is sure of the first kind of sample and none of the second."""
-    assert told(of_first(0.955), TEACHERS_OF_TWO, 400).confident == 0.5
-    found = told(of_first(0.955, target_share="confident"), TEACHERS_OF_TWO, 400)
-    assert found.target_share == pytest.approx(0.5 / 4)
-    assert sum(found.shares.values()) == pytest.approx(1 - 0.5 / 4)
-
-
-def test_negative_focus_counts_as_none() -> None:
-    """The two teachers add nothing to the consensus: their shares are equal, whatever their numbers of samples."""
-    teachers = [[(0.95, 0.05, 1e-9)], [(1e-9, 0.91, 0.09)]]
-    found = told(of_first(), teachers, 300)
-    assert list(found.shares.values()) == pytest.approx([0.25, 0.25])
-    assert found.target_share == 0.5
-
-
-# One source's model predicts nothing ----------------------------------------------------------------------------------
-
-
 NOTHING = (math.nan,) * 3
 THIRD = ((0.05, 0.93, 0.02), (0.02, 0.92, 0.06), (0.04, 0.92, 0.04))
-TEACHERS = (FIRST, SECOND, THIRD)
 COUNTS = {"south": 100, "north": 200, "east": 300, "west": 50}
 
 

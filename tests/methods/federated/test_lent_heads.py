@@ -10,19 +10,17 @@ import pytest
 import torch
 from lost import lose, site_of
 from tiny import CNN, domains, federation, start_of, step_on
-from torch import Tensor
 from torch.nn import functional
 
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.site import Batch, Envelope
-from fedshift.functional.styles import channel_styles
 from fedshift.methods.base import Samples, State
 from fedshift.methods.federated import mcgdm
-from fedshift.methods.federated.lent_heads import LentHeads, scores_of
+from fedshift.methods.federated.lent_heads import LentHeads
 from fedshift.methods.federated.mcgdm import MCGDM
-from fedshift.methods.federated.mcsad import MCSAD, HardStyle, styled_stages
-from fedshift.models.network import Network, changed_stages
+from fedshift.methods.federated.mcsad import MCSAD, styled_stages
+from fedshift.models.network import Network
 from fedshift.models.networks.cnn import MnistCnn
 from fedshift.models.networks.mlp import Mlp
 from fedshift.models.networks.vision import ResNet18
@@ -118,44 +116,6 @@ def test_views_are_drawn_anew_in_each_round(monkeypatch: pytest.MonkeyPatch) -> 
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-# Hard styles ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_hard_style_is_up_the_loss_and_keeps_what_is_normalised() -> None:
-    model, batch = cnn(), batch_of(6)
-    style = HardStyle(through=True)
-
-    def loss() -> Tensor:
-        return functional.cross_entropy(model(batch.inputs), batch.targets)
-
-    with changed_stages(model, {"conv1": style.with_style_gradient}):
-        before = loss()
-    torch.testing.assert_close(before, loss())
-    style.move(before, 5.0)
-    with changed_stages(model, {"conv1": style.in_style}):
-        after = loss()
-    assert after > before + 1e-3
-    maps = model.with_stages(batch.inputs, ("conv1",))[1]["conv1"]
-    moved = style.in_style(maps)
-    mean, deviation = channel_styles(moved, unbiased=True)
-    assert not torch.allclose(mean, maps.mean((2, 3)), atol=1e-3)
-
-    def normalised(some: Tensor) -> Tensor:
-        own, spread = channel_styles(some, unbiased=True)
-        return (some - own[..., None, None]) / spread[..., None, None]
-
-    lively = (deviation > 0.1)[..., None, None]
-    torch.testing.assert_close(normalised(moved) * lively, normalised(maps) * lively, atol=2e-2, rtol=0)
-
-
-@pytest.mark.parametrize("through", [True, False])
-def test_gradients_pass_the_maps_or_do_not(through: bool) -> None:
-    model, heads = cnn(), [dict(cnn().classifier.state_dict())]
-    MCSAD(through=through).loss_beside(SITE, model, heads)(batch_of(6)).backward()  # type: ignore[no-untyped-call, arg-type]
-    first = dict(model.named_parameters())["features.conv1.0.weight"]
-    assert (first.grad is not None) == through
-
-
 def test_a_style_that_does_not_move_changes_nothing() -> None:
     model, batch = cnn(), batch_of(6)
     method = MCSAD(style_rate=0.0, contrast_weight=0.0, agreement_weight=0.0)
@@ -169,13 +129,3 @@ def test_the_stages_are_the_first_two_with_maps() -> None:
     assert styled_stages(resnet) == ("block1", "block2")
     with pytest.raises(UserError, match="two stages of maps"):
         MCSAD().check(Mlp().build((5,), 3))
-
-
-def test_scores_of_another_classifier() -> None:
-    model, other = cnn(), cnn()
-    for parameter in other.classifier.parameters():
-        torch.nn.init.constant_(parameter, 0.5)
-    features = model.features(batch_of(4).inputs)
-    torch.testing.assert_close(
-        scores_of(model, dict(other.classifier.state_dict()), features), other.classifier(features)
-    )

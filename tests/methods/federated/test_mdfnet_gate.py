@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lost import site_of
 from tiny import MLP, domains, federation, start_of, step_on
 from torch.nn import functional
 
@@ -19,11 +20,9 @@ import fedshift
 from fedshift.data.domain import Domain
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
-from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Envelope, Site
 from fedshift.methods.base import Samples, State
 from fedshift.methods.federated.mdfnet import LabelledUpdate, MDFNet, UnlabelledUpdate, _Halves
-from fedshift.methods.heads import hand_over
 
 SIZES = {"north": 16, "south": 9}
 PRACTICAL = {"setting": "practical"}
@@ -46,9 +45,6 @@ def answers_of(where: Federation) -> dict[str, Any]:
 
     where.deliver = watched  # type: ignore[method-assign]
     return seen
-
-
-# A site that is lost ----------------------------------------------------------------------------------------------
 
 
 def broken(found: list[Domain], name: str) -> list[Domain]:
@@ -75,21 +71,6 @@ def test_shares_are_of_those_that_answered() -> None:
     for key, tensor in after.weights.items():
         by_hand = 0.506693 * seen["north"].weights[key].double() + 0.493307 * seen["target"].weights[key].double()
         torch.testing.assert_close(tensor.double(), by_hand, atol=1e-5, rtol=1e-5)
-
-
-def test_unlabelled_sites_that_answer_keep_the_share_of_those_that_do_not() -> None:
-    """L = 1, U = 2 of which one is lost, r = 1: η = 0.499955 at the other."""
-    method = MDFNet()
-    found = broken(domains(MLP, {**SIZES, "east": 12}), "east")
-    roles: Any = {"south": "target", "east": "target"}
-    where = federation(method, found, MLP, rounds=5, roles=roles)
-    where.quorum = 1
-    state = replace(method.start(where, start_of(method, found, MLP)), round=4)
-    shares = step_on(method, where, state).report["aggregation_weights"]
-    assert shares == pytest.approx({"north": 0.500045, "south": 0.499955}, abs=1e-6)
-
-
-# The gate ---------------------------------------------------------------------------------------------------------
 
 
 def gate(monkeypatch: pytest.MonkeyPatch, entropies: list[float]) -> None:
@@ -163,17 +144,6 @@ def test_labelled_sites_train_a_part_of_what_the_others_would() -> None:
     assert states[-1].report["aggregation_weights"]["wide"] == pytest.approx(0.499955, abs=1e-6)
 
 
-def test_what_cannot_be_parted_evenly() -> None:
-    method, found = MDFNet(), domains(MLP, SIZES)
-    where = federation(method, found, MLP, rounds=4, budget={"north": 8, "south": 8, "target": 20})
-    where.round = 2  # three rounds are left for 20 mini-batches
-    changes = hand_over(where, ["target"], ["north", "south"])
-    assert changes == {"north": 3, "south": 4, "target": -7}
-    assert where.budget == {"north": 11, "south": 12, "target": 13}
-    where.progress.used["target"] = 13
-    assert not any(hand_over(where, ["target"], ["north", "south"]).values())
-
-
 def test_a_gate_that_never_opens_is_said_once_and_the_paper_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     gate(monkeypatch, [0.9] * 6)
     method, found = practical(), domains(MLP, {"north": 16})
@@ -186,14 +156,6 @@ def test_a_gate_that_never_opens_is_said_once_and_the_paper_has_none(monkeypatch
     assert (paper.readiness, paper.keep_momentum) == (None, True)
     where = federation(paper, found, MLP, rounds=3, budget=6)
     assert not any(state.report["warnings"] for state in rounds_of(where, paper, found, 3)[:1])
-
-
-# What sites report ------------------------------------------------------------------------------------------------
-
-
-def site_of(where: Federation, name: str) -> Site:
-    assert isinstance(where, LocalFederation)
-    return where._runners[name].site
 
 
 def test_the_reported_cross_entropy_has_neither_reconstruction_nor_interaction() -> None:
@@ -251,20 +213,6 @@ def test_few_mini_batches_in_an_epoch_are_warned_of_before_training() -> None:
     assert "amazon" not in MDFNet().check_samples(Samples((5,), {"amazon": 30, "dslr": 5}))[0]
     assert MDFNet().check_samples(Samples((5,), {"amazon": 30})) == ()
     assert practical().check_samples(Samples((5,), {"dslr": 5})) == ()
-
-
-# Momentum ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("keep", "reset", "kept"), [(True, True, True), (False, True, False), (False, False, True)])
-def test_momentum_outlives_a_round_whatever_the_experiment_says(keep: bool, reset: bool, kept: bool) -> None:
-    method, found = MDFNet(keep_momentum=keep), domains(MLP, SIZES)
-    where = federation(method, found, MLP, momentum=0.9, reset_optimizer_each_round=reset)
-    rounds_of(where, method, found, 1)
-    assert ("optimizer" in site_of(where, "north").memory) == kept
-    model = site_of(where, "north").model()
-    loaded = site_of(where, "north").optimizer(model, memory="optimizer", keep=keep) if not kept else None
-    assert loaded is None or not loaded.state
 
 
 # Through an experiment --------------------------------------------------------------------------------------------

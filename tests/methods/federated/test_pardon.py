@@ -7,24 +7,18 @@ from typing import Any, cast
 
 import pytest
 import torch
-from lost import lose, site_of
+from lost import site_of
 from tiny import CNN, NORMED_CNN, domains, federation, images, run, start_of
 from torch import Tensor
 
 from fedshift.errors import UserError
 from fedshift.federation.messages import Styles
-from fedshift.federation.site import Envelope
-from fedshift.functional.styles import channel_styles
 from fedshift.methods.base import Samples
 from fedshift.methods.federated.pardon import Pardon, common_style
 from fedshift.methods.rounds import start_run
 from fedshift.models.networks.cnn import MnistCnn
 
 SIZES = {"a": 9, "b": 17, "c": 23}
-
-
-def style_of(*numbers: float) -> Styles:
-    return Styles({"mean": torch.tensor([numbers]), "deviation": torch.tensor([numbers]) + 1})
 
 
 def test_one_style_of_a_site_leaves_it_and_one_of_all_comes_back() -> None:
@@ -63,34 +57,6 @@ def test_groups_and_not_images_count_the_same() -> None:
     assert any(torch.allclose(one, image.mean()) for image in (bright, dark))
 
 
-def test_the_common_style_is_the_median_of_groups() -> None:
-    """Two sites of one look count once; of two groups the lower median is taken, number by number."""
-    pair, other = [style_of(1.0, 9.0), style_of(1.2, 9.2)], [style_of(9.0, 1.0), style_of(9.4, 1.0)]
-    common = common_style([*pair, *other])
-    torch.testing.assert_close(common["mean"], torch.tensor([[1.1, 1.0]]))
-    torch.testing.assert_close(common["deviation"], torch.tensor([[2.1, 2.0]]))
-    assert common_style(pair[:1]) == pair[0]
-
-
-@pytest.mark.parametrize(("space", "channels"), [("pixel", 1), ("feature", 3)])
-def test_images_take_the_common_style_by_their_share(space: str, channels: int) -> None:
-    network = MnistCnn(channels=(3, 4), hidden=6).build((1, 12, 12), 3)
-    site = site_of(federation(Pardon(), domains(CNN, SIZES)), "a")
-    inputs = site.data.batch(torch.arange(6))[0]
-    seen: list[Tensor] = []
-    reader, plain = {
-        "pixel": (network.features, site.pixels(inputs)),
-        "feature": (network.get_submodule("features.conv2"), network.with_stages(inputs, ("conv1",))[1]["conv1"]),
-    }[space]
-    reader.register_forward_pre_hook(lambda _module, given: seen.append(given[0]))
-    style = Styles({"mean": torch.full((1, channels), 0.45), "deviation": torch.full((1, channels), 0.05)})
-    for strength in (1.0, 0.25):
-        Pardon(style_space=space, strength=strength)._styled_features(site, network, style)(inputs)  # type: ignore[arg-type]
-        found = site.pixels(seen[-1]) if space == "pixel" else seen[-1]
-        own = channel_styles(plain)[0]
-        torch.testing.assert_close(channel_styles(found)[0], own + strength * (0.45 - own), atol=2e-3, rtol=0)
-
-
 def test_pixels_in_the_common_style_stay_pixels() -> None:
     network = MnistCnn(channels=(3, 4), hidden=6).build((1, 12, 12), 3)
     site = site_of(federation(Pardon(), domains(CNN, SIZES)), "a")
@@ -113,18 +79,6 @@ def test_a_batch_of_one_class_has_no_triplets() -> None:
     plain = torch.nn.functional.cross_entropy(network(same.inputs), same.targets)
     torch.testing.assert_close(loss(same), plain)
     assert loss(batch) > 10
-
-
-def test_without_any_style_images_stay_as_they_are() -> None:
-    method = Pardon()
-    where = federation(method, domains(CNN, SIZES), rounds=2, budget=9)
-    site = site_of(where, "a")
-    site.begin(Envelope(1, 1, 0.0, 9))
-    weights = start_of(method, domains(CNN, SIZES))
-    assert method.fit_styled(site, weights, {}).loss > 0
-    lose(where, "b")
-    state = start_run(method, where, weights)
-    assert set(method.round(where, state).report["losses"]) == {"a", "c"}
 
 
 def test_styles_of_features_are_of_the_common_start_that_predicts() -> None:

@@ -20,7 +20,7 @@ from fedshift.functional.label_spreading import spread_labels
 from fedshift.methods.base import State
 from fedshift.methods.federated import recipe_unlabelled
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.methods.federated.recipe_unlabelled import RecipeUnlabelled, TwoSides
+from fedshift.methods.federated.recipe_unlabelled import RecipeUnlabelled
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -74,9 +74,7 @@ def test_while_it_waits_the_target_has_their_model_with_its_own_statistics() -> 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"information_weight": 0.2, "pseudo_label_weight": 0.7}, {"pseudo_label_weight": 0.0}],
-    ids=str,
+    "options", [{}, {"information_weight": 0.2, "pseudo_label_weight": 0.7}, {"pseudo_label_weight": 0.0}], ids=str
 )
 def test_a_step_at_the_target_is_the_equation(options: dict[str, Any]) -> None:
     method = RecipeUnlabelled(begin=0.0, pseudo_labels="centroids", **options)
@@ -164,17 +162,6 @@ def test_below_trust_the_labelled_sites_model_answers_at_the_target(
         assert not torch.allclose(*asked[0], atol=1e-3)
     assert_like(side(state, "own"), own if trusted else theirs)
     assert state.report["kept_answers"] == {"b": kept}
-
-
-def test_each_side_answers_with_its_own_model() -> None:
-    method = RecipeUnlabelled()
-    whole = method.evaluated_network(setting(method, FOUND, NORMED).build_network(), 1).eval()
-    assert isinstance(whole, TwoSides)
-    torch.nn.init.ones_(whole.own.classifier.bias)  # type: ignore[arg-type]
-    inputs = torch.randn(4, 5)
-    assert torch.equal(whole(inputs), whole.own(inputs))
-    assert torch.equal(whole.at(0)(inputs), whole.labelled(inputs))
-    assert not torch.equal(whole(inputs), whole.at(0)(inputs))
 
 
 def test_a_step_of_the_server_is_of_the_labelled_sites_model_alone() -> None:

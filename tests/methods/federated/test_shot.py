@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import CNN, LINEAR, MLP, NORMED, domains, evaluated, federation, run, setting, start_of, step_on, vectors
+from tiny import MLP, NORMED, domains, evaluated, federation, run, setting, start_of, step_on, vectors
 from torch import Tensor
 
-import fedshift
-from fedshift.errors import UserError
-from fedshift.experiment.predict import load_model
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.site import Site
-from fedshift.methods import registry
 from fedshift.methods.federated import shot
 from fedshift.methods.federated.shot import SHOT, ensemble_weights, member_weights, members_by_name
 from fedshift.models.network import Network
@@ -55,9 +48,6 @@ def descend(model: Network, loss: Tensor, rate: float, slow: float) -> None:
 def assert_like(found: Weights, model: Network) -> None:
     for name, expected in model.state_dict().items():
         torch.testing.assert_close(found[name], expected, atol=2e-6, rtol=1e-5, msg=lambda text, name=name: name + text)
-
-
-# The equations --------------------------------------------------------------------------------------------------------
 
 
 def test_source_steps_are_the_equation() -> None:
@@ -126,9 +116,6 @@ def test_a_target_step_is_the_equation(options: dict[str, Any], weight: float, s
     assert_like(next(member_weights(state.weights)), model)
 
 
-# What changes and what does not ---------------------------------------------------------------------------------------
-
-
 def test_the_classifier_is_frozen_at_the_target() -> None:
     method = short()
     where = federation(method, network=NORMED, rounds=2, momentum=0.9, weight_decay=0.1)
@@ -178,22 +165,6 @@ def test_pseudo_labels_are_refreshed_once_per_epoch_of_a_model(
         assert any(torch.equal(known, call) for call in calls)
 
 
-def test_without_pseudo_labels_none_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shot, "pseudo_labels_at", lambda *_: pytest.fail("labels were made"))
-    state, _ = run(short(pseudo_label_weight=0.0))
-    assert state.round == 2
-
-
-def test_the_target_grows_sure_and_stays_diverse() -> None:
-    method = short(target_epochs=3, source_epochs=2)
-    state, where = run(method, network=NORMED, rounds=6, lr=0.05, momentum=0.9, budget=200)
-    assert state.report["losses"]["target"] < -0.3  # −log 3 = −1.0986 at best, plus what pseudo-labels add
-    model = evaluated(method, state.weights, network=NORMED)
-    inputs, labels = everything(where, "target")
-    with torch.no_grad():
-        assert (model(inputs).argmax(1) == labels).float().mean() > 0.9
-
-
 def test_a_backbone_rate_of_0_leaves_the_backbone_as_it_began() -> None:
     method = short(backbone_rate=0.0)
     state, _ = run(method)
@@ -216,28 +187,6 @@ def test_without_decay_the_experiments_schedule_holds_at_both_sides() -> None:
     ):
         members = zip(member_weights(falling), member_weights(constant), strict=True)
         assert all(slow["classifier.bias"].ne(fast["classifier.bias"]).any() for slow, fast in members)
-
-
-# What is sent and measured --------------------------------------------------------------------------------------------
-
-
-def test_each_source_sends_its_model_once() -> None:
-    method, rounds = short(), 3
-    where = federation(method, network=NORMED, rounds=rounds)
-    size = start_of(method, network=NORMED).nbytes
-    state = method.start(where, start_of(method, network=NORMED))
-    for _ in range(rounds):
-        state = step_on(method, where, state)
-    entries = where.ledger.entries
-    models = [entry for entry in entries if entry.kind == "weights"]
-    for source in where.sources:
-        (only,) = (entry for entry in models if entry.site == source)
-        assert (only.call, only.direction, only.bytes) == ("train_source", "up", size)
-        assert {entry.call for entry in entries if entry.site == source} == {"train_source"}
-    received = [entry.bytes for entry in models if entry.site == "target" and entry.direction == "down"]
-    returned = [entry.bytes for entry in models if entry.site == "target" and entry.direction == "up"]
-    assert sum(received) == 3 * size
-    assert sum(returned) == rounds * 3 * size
 
 
 def test_the_ensemble_answers_with_the_mean_of_its_members() -> None:
@@ -266,56 +215,3 @@ def test_weights_go_into_members_by_name_and_come_back() -> None:
     letters = [chr(97 + n) for n in range(12)]
     twelve = ensemble_weights({name: Weights({"w": torch.tensor(n)}) for n, name in enumerate(letters)}, letters)
     assert [int(member["w"]) for member in member_weights(twelve)] == list(range(12))
-
-
-@pytest.mark.parametrize("network", [CNN, LINEAR], ids=["images", "no backbone"])
-def test_a_single_source(network: dict[str, object]) -> None:
-    found = domains(network)[:1]
-    state, _ = run(short(), found, network)
-    assert {name.split(".")[1] for name in state.weights if name != "counted"} == {"0"}
-    assert math.isfinite(state.report["losses"]["target"])
-
-
-def test_stages_lead_to_the_same_modules() -> None:
-    method = short()
-    network = setting(method, domains(), CNN).build_network()
-    logits, stages = network.with_stages(torch.zeros(2, 1, 12, 12), ("conv1", "conv2"))
-    assert logits.shape == (2, 3)
-    assert list(stages) == ["conv1", "conv2"]
-
-
-@pytest.mark.slow
-def test_same_bits_in_one_process_and_in_two(pool: WorkerPool) -> None:
-    options: dict[str, Any] = {"momentum": 0.9, "reset_optimizer_each_round": False}
-    here, _ = run(short(), **options)
-    there, _ = run(short(), pool=pool, **options)
-    assert here.weights == there.weights
-    assert here.report == there.report
-
-
-def test_a_finished_run_predicts(tmp_path: Path) -> None:
-    """From the experiment's file over the model's file to probabilities: normalised weights survive both."""
-    options = {
-        "name": "adapt",
-        "data": {"name": "rotated_digits", "per_class": 8, "size": 8},
-        "protocol": {"kind": "adapt_to_one", "targets": ["D30"], "seeds": [0], "test_fraction": 0.25},
-        "model": {"name": "mlp", "hidden": [16]},
-        "training": {"rounds": 4, "batch_size": 20, "lr": 0.1, "momentum": 0.9},
-        "methods": [{"name": "shot", "bottleneck": 16}],
-        "engine": {"threads": 1},
-        "device": "cpu",
-    }
-    results = fedshift.run(options, tmp_path)
-    (result,) = results.runs
-    assert result.rounds == 4
-    model = load_model(results.folder / "shot" / "D30" / "seed-0")
-    assert len(list(member_weights(Weights(model.network.state_dict())))) == 5
-    with torch.no_grad():
-        scores = model.network(torch.rand(3, 1, 8, 8))
-    torch.testing.assert_close(scores.exp().sum(1), torch.ones(3))
-
-
-def test_it_needs_a_target() -> None:
-    with pytest.raises(UserError, match="adapt_to_one"):
-        fedshift.run({"data": "rotated_digits", "model": "linear", "methods": ["shot"]})
-    assert registry.method_class("shot").traits.target == "one unlabelled"

@@ -8,11 +8,8 @@ import pytest
 import torch
 from test_shot import ROLES, everything, short
 from tiny import MLP, NORMED, domains, evaluated, run, setting, vectors
-from torch import Tensor
 
 from fedshift.federation.site import Site
-from fedshift.functional.information import information_maximisation
-from fedshift.methods.federated import shot
 from fedshift.methods.federated.shot import SHOT, ensemble_weights, members_by_name
 from fedshift.models.network import Network
 
@@ -35,23 +32,6 @@ def test_the_rate_falls_over_all_of_a_targets_work() -> None:
     found = [vectors("a", 8), vectors("b", 8)]
     run(Watched(bottleneck=16, target_epochs=2), found, MLP, roles=ROLES, rounds=3, budget=6)
     assert used == pytest.approx([0.05 * (1 + 10 * number / 6) ** -0.75 for number in range(6)])
-
-
-def test_the_loss_of_a_round_is_the_mean_over_its_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models and three mini-batches: one trains on two of them, the other on one."""
-    seen: list[float] = []
-
-    def watched(logits: Tensor) -> Tensor:
-        loss = information_maximisation(logits)
-        seen.append(loss.item())
-        return loss
-
-    monkeypatch.setattr(shot, "information_maximisation", watched)
-    found = [vectors("a", 8), vectors("c", 8), vectors("b", 24)]
-    roles: Any = {"a": "source", "c": "source", "b": "target"}
-    state, _ = run(short(pseudo_label_weight=0.0), found, MLP, roles=roles, rounds=1, budget=9)
-    assert len(seen) == 3
-    assert state.report["losses"]["b"] == pytest.approx(sum(seen) / 3, rel=1e-5)
 
 
 def test_a_source_that_sent_no_model_has_no_say() -> None:

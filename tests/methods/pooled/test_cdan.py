@@ -64,13 +64,6 @@ def test_a_step_by_hand(entropy_conditioning: bool, setting: str, share: float) 
     assert_same(site.memory.weights("parts"), parts)
 
 
-def test_no_strength_at_first_and_all_of_it_after_its_share() -> None:
-    assert ramp(0) == 0
-    assert ramp(0.1 / CDAN(setting="released").ramp_share) == pytest.approx(0.999909, abs=1e-6)
-    for progress, expected in {0.1: 0.462117, 0.2: 0.761594, 0.5: 0.986614}.items():
-        assert ramp(progress) == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize(("projection", "inputs"), [("auto", 18), ("outer", 18), ("random", 7)])
 def test_where_the_projection_is_drawn(projection: Any, inputs: int) -> None:
     parts = Parts(CDAN(projection=projection, projected=7, width=4), 6, 3)

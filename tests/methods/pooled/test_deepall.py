@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from tiny import CNN, domains, federation, run, start_of
 
-from fedshift.errors import UserError
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.weights import Weights
 
@@ -45,18 +42,6 @@ def test_batches_mix_domains_and_say_which() -> None:
     labels = torch.cat([torch.from_numpy(domain.labels) for domain in domains(CNN)])
     for batch in batches:
         assert torch.equal(batch.targets, labels[batch.rows])
-
-
-def test_one_source_is_fedavg_at_one_site() -> None:
-    """The same work; the batches differ by the name of the site alone, so the name is made equal."""
-    (found,) = domains(CNN, {"pool": 21})
-    options = {"found": [found], "rounds": 2, "budget": 6}
-    assert run(DeepAll(), **options)[0].weights == run(FedAvg(), **options)[0].weights  # type: ignore[arg-type]
-
-
-def test_its_exchanges_are_refused_with_raw_data() -> None:
-    with pytest.raises(UserError, match="refuses to send raw_data"):
-        federation(DeepAll(), refuse=["raw_data"])
 
 
 def test_work() -> None:

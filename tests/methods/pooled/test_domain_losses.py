@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from fedshift.methods.pooled.dann import DANN, Discriminator
 from fedshift.methods.pooled.groupdro import GroupDRO
 from fedshift.methods.pooled.mldg import MLDG
 from fedshift.methods.pooled.penalty import DomainLoss, Parts, Step
-from fedshift.methods.pooled.selfreg import Projection, SelfReg
 from fedshift.methods.pooled.vrex import VREx
 
 RATE = 0.05
@@ -133,34 +131,3 @@ def test_a_reversal_of_dann_by_hand() -> None:
     assert_same(update.weights, model)
     for name, value in judge.state_dict().items():
         torch.testing.assert_close(site.memory.weights("parts")[f"others.{name}"], value)
-
-
-def test_selfreg_s_factor_has_no_gradient() -> None:
-    """The code: the pull times min(cross-entropy, 1), detached. Seen where the cross-entropy is below 1."""
-    torch.manual_seed(3)
-    inputs, labels = torch.randn(8, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
-    weight = (0.3 * torch.randn(4, 3, dtype=torch.float64)).requires_grad_()
-    classifier = torch.nn.Linear(4, 3, bias=False).double()
-    method, parts = SelfReg(), Projection(4).double()
-
-    def losses() -> tuple[Tensor, Tensor]:
-        features = inputs @ weight.T
-        logits = 0.2 * classifier(features) + 2 * F.one_hot(labels, 3)
-        step: Any = SimpleNamespace(
-            parts=parts, draws=torch.Generator().manual_seed(5), labels=labels, features=features, logits=logits
-        )
-        return method.loss(step), F.cross_entropy(logits, labels)
-
-    whole, plain = losses()
-    assert plain < 1
-    direction = torch.randn_like(weight)
-    slopes = [(torch.autograd.grad(part, weight)[0] * direction).sum() for part in (whole, losses()[1])]
-    ends = []
-    with torch.no_grad():
-        for shift in (1e-6, -1e-6):
-            weight += shift * direction
-            moved, other = losses()
-            ends.append((moved - other) / other.clamp_max(1.0))
-            weight -= shift * direction
-    pulled = plain.detach() * (ends[0] - ends[1]) / 2e-6
-    torch.testing.assert_close(slopes[0] - slopes[1], pulled, atol=1e-6, rtol=1e-5)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pooling import LEFT, LR, binary, first_batches, fit, moved, pool_of, start
-from tiny import CNN, NORMED, domains, run, setting
+from tiny import CNN, NORMED, domains, setting
 from torch import Tensor, nn
 
 from fedshift.errors import UserError
@@ -35,9 +35,6 @@ def buffers(network: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in network.named_buffers()}
 
 
-# Branches -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_through_one_branch_leaves_the_others_alone() -> None:
     model, branches = model_and_branches(3)
     whole = [*branches, model]
@@ -52,21 +49,6 @@ def test_a_batch_through_one_branch_leaves_the_others_alone() -> None:
             assert (layer.weight.grad is not None) == (other is network)
 
 
-def test_identical_branches_are_plain_batch_norm() -> None:
-    model, branches = model_and_branches()
-    inputs = torch.rand(6, 5)
-    plain = copy.deepcopy(model)
-    for network in (*branches, model):
-        assert torch.equal(network(inputs), plain(inputs))
-    for network in (*branches, model):
-        network.eval()
-        plain.eval()
-    once = setting(DSBN(), domains(NORMED), NORMED).build_network().train()
-    once(inputs)
-    for network in (*branches, model):
-        assert torch.equal(network(inputs), once.eval()(inputs))
-
-
 def test_all_else_is_one_and_the_same() -> None:
     model, branches = model_and_branches()
     normal = {id(parameter) for layer in batch_norms(model) for parameter in layer.parameters()}
@@ -74,9 +56,6 @@ def test_all_else_is_one_and_the_same() -> None:
     for branch in branches:
         for one, other in zip(model.parameters(), branch.parameters(), strict=True):
             assert (one is other) == (id(one) not in normal)
-
-
-# Stage 1 --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,9 +183,6 @@ def test_the_code_multiplies_the_identifiers_own_loss_by_the_ramp() -> None:
         torch.testing.assert_close(part[name], rate * move, atol=1e-7, rtol=1e-4)
 
 
-# Stage 2 --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("student", "mode", "mixed"),
     [
@@ -273,22 +249,6 @@ def test_what_is_mixed_decides_between_a_loud_teacher_and_a_student_that_counts_
     assert found["logits"] != pytest.approx(found["probabilities"], rel=1e-2)
 
 
-def test_the_share_of_the_student_grows_over_the_second_stage() -> None:
-    """Halfway through a stage of a fifth of the run the student has 0.99 of the word: its classes are the labels."""
-    method = DSBN(first_stage=0.8)
-    site, student = normed_pool(method, progress=0.9), start(method, NORMED)
-    loud = {"classifier.bias": torch.tensor([0.0, 0.0, 1e6]), "classifier.weight": 0 * student["classifier.weight"]}
-    site.memory["teacher"] = student.merge(loud)
-    sources, target = first_batches(site)
-    said = site.model(student)(target.inputs)
-    rate = math.tanh(5 * (0.1 + 0.1 * 4 / LEFT) / 0.2)
-    labels = (rate * said.softmax(1) + (1 - rate) * torch.tensor([0.0, 0.0, 1.0])).argmax(1)
-    assert len(labels.unique()) > 1
-    supervised = [F.cross_entropy(site.model(student)(batch.inputs), batch.targets) for batch in sources]
-    expected = torch.stack(supervised).mean() + F.cross_entropy(said, labels)
-    assert fit(method, site, student).loss == pytest.approx(expected.item(), rel=1e-5)
-
-
 def test_a_new_student_has_no_momentum_of_the_teacher() -> None:
     """Its first step is that of a site that never trained in stage 1."""
     method, options = DSBN(), {"momentum": 0.9, "reset_optimizer_each_round": False}
@@ -316,23 +276,6 @@ def test_the_second_stage_begins_with_a_round_and_forgets_the_first() -> None:
     site.begin(type(site.envelope)(4, 4, 0.6, LEFT))
     fit(method, site, student)
     assert site.memory["teacher"] == again  # stays
-
-
-def test_a_single_stage() -> None:
-    site = normed_pool(DSBN(first_stage=1.0), progress=0.99)
-    fit(DSBN(first_stage=1.0), site, start(DSBN(), NORMED))
-    assert "teacher" not in site.memory
-
-
-def test_the_published_model_is_an_ordinary_network_and_the_rest_is_small() -> None:
-    state, where = run(DSBN(), network=NORMED, rounds=3)
-    assert list(state.weights) == list(setting(DSBN(), domains(NORMED), NORMED).build_network().state_dict())
-    site = where._runners["pool"].site  # type: ignore[attr-defined]
-    names = {name.split(".")[0] for name in site.memory.weights("parts")}
-    assert names == {"normalisations", "discriminator", "centroids", "seen"}
-    layers = batch_norms(setting(DSBN(), domains(NORMED), NORMED).build_network())
-    norms = [name for name in site.memory.weights("parts") if name.startswith("normalisations")]
-    assert len(norms) == 3 * len(layers) * 5
 
 
 def test_networks_without_batch_norm_are_refused() -> None:

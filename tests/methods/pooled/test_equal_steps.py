@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from every_method import method_of
+from every_method import method_of, mostly_slow
 from pooled_step import assert_same, deepall_step, domain_batches, pool, step
 from pydantic import ValidationError
 from tiny import CNN, NORMED_CNN, domains, federation, run, start_of
@@ -84,7 +84,7 @@ def measured(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tupl
     return len(steps), where.progress.used["pool"], foretold
 
 
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", mostly_slow(POOLED))
 def test_of_one_mini_batch_each_every_method_makes_as_many_steps_as_deepall(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +98,7 @@ def test_of_one_mini_batch_each_every_method_makes_as_many_steps_as_deepall(
     assert foretold == steps
 
 
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", mostly_slow(POOLED))
 def test_of_a_mini_batch_of_each_domain_every_method_makes_a_part_of_the_steps(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,13 +6,10 @@ from itertools import combinations
 from typing import Any, cast
 
 import pytest
-import torch
 import torch.nn.functional as F
 from pooling import assert_same, descend, first_batches, fit, moved, pool_of, start, trainable
-from tiny import LINEAR, MLP, NORMED, domains, setting
 from torch import Tensor, nn
 
-from fedshift.errors import UserError
 from fedshift.federation.site import Site
 from fedshift.methods.heads import Experts, redrawn
 from fedshift.methods.pooled.m3sda import M3SDA, step_loss
@@ -55,11 +52,7 @@ def distance(model: Network, site: Site, moments: str) -> Tensor:
 
 @pytest.mark.parametrize(
     ("options", "moments", "weight"),
-    [
-        ({"moment_weight": 0.3}, "raw", 0.3),
-        ({}, "raw", 5e-4),
-        ({"setting": "reimplementation"}, "mean_variance", 0.5),
-    ],
+    [({"moment_weight": 0.3}, "raw", 0.3), ({}, "raw", 5e-4), ({"setting": "reimplementation"}, "mean_variance", 0.5)],
     ids=str,
 )
 def test_a_step_by_hand(options: dict[str, Any], moments: str, weight: float) -> None:
@@ -75,26 +68,6 @@ def test_a_step_by_hand(options: dict[str, Any], moments: str, weight: float) ->
     assert update.loss == pytest.approx(first.item(), rel=1e-5)
     assert_same(update.weights, model)
     assert_same(site.memory.weights("parts"), rivals)
-
-
-def test_the_target_s_distances_are_those_to_the_target() -> None:
-    """With two sources they weigh half of that between the sources; with three all pairs would weigh alike."""
-    with_it, without = M3SDA(moment_weight=1.0), M3SDA(moment_weight=0.0)
-    sizes = {"north": 9, "south": 8}
-    site = pool_of(with_it, sizes=sizes)
-    model = site.model(start(with_it, sizes=sizes))
-    rivals = with_it.parts(site, lambda: nn.ModuleList(redrawn(head) for head in cast(Experts, model.classifier).heads))
-    sources, target = first_batches(site)
-    with torch.no_grad():
-        north, south, there = (model.features(batch.inputs) for batch in (*sources, target))
-        found = step_loss(with_it, "A", model, rivals, sources, target)
-        found = found - step_loss(without, "A", model, rivals, sources, target)
-
-    def apart(a: Tensor, b: Tensor) -> Tensor:
-        return (a.mean(0) - b.mean(0)).norm() + (a.pow(2).mean(0) - b.pow(2).mean(0)).norm()
-
-    expected = (apart(north, there) + apart(south, there)) / 2 + apart(north, south)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_step_b_leaves_the_features_alone_and_step_c_the_classifiers() -> None:
@@ -117,46 +90,3 @@ def test_they_stay_alone_with_momentum() -> None:
     first, second = (fit(M3SDA(generator_steps=steps), site, start(M3SDA())) for site, steps in ((one, 0), (two, 3)))
     assert all(name.startswith("features") for name in moved(first.weights, second.weights))
     assert one.memory.weights("parts") == two.memory.weights("parts")
-
-
-def test_pairs_differ_at_the_start_and_only_the_first_ones_are_published() -> None:
-    method = M3SDA()
-    site = pool_of(method)
-    model, heads, rivals = both_at(method, site)
-    matrices = [layer.weight for layer in (*heads, *rivals)]
-    assert not any(torch.equal(a, b) for a, b in combinations(matrices, 2))  # type: ignore[arg-type]
-    weights = start(method)
-    assert [name for name in weights if name.startswith("classifier")] == [
-        f"classifier.heads.{number}.{kind}" for number in range(3) for kind in ("weight", "bias")
-    ]
-    inputs = torch.rand(4, 5)
-    mean = torch.stack([head(model.features(inputs)).softmax(1) for head in heads]).mean(0)
-    torch.testing.assert_close(model(inputs).softmax(1), mean)
-
-
-def test_new_classifiers_follow_from_the_seed() -> None:
-    def built(seed: int) -> Network:
-        return setting(M3SDA(), domains(MLP), MLP, seed).build_network()
-
-    first, again, other = (cast(Experts, built(seed).classifier).heads for seed in (3, 3, 4))
-    for number in range(3):
-        assert torch.equal(first[number].weight, again[number].weight)  # type: ignore[arg-type]
-        assert not torch.equal(first[number].weight, other[number].weight)  # type: ignore[arg-type]
-
-
-def test_the_sixfold_step_counts_its_batches_once() -> None:
-    for steps in (0, 4):
-        method = M3SDA(generator_steps=steps)
-        site = pool_of(method)
-        fit(method, site, start(method), steps=2)
-        assert site.mini_batches == 8
-
-
-def test_errors() -> None:
-    M3SDA().check(setting(M3SDA(), domains(NORMED), NORMED).build_network())
-    with pytest.raises(UserError, match="no features to train"):
-        M3SDA().check(setting(M3SDA(), domains(LINEAR), LINEAR).build_network())
-    method = M3SDA(setting="reimplementation")
-    site = pool_of(method, batch_size=1)
-    with pytest.raises(UserError, match="at least 2 samples"):
-        fit(method, site, start(method))

@@ -8,18 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pooling import assert_same, binary, descend, first_batches, fit, moved, pool_of, start, trainable
-from pydantic import ValidationError
 from tiny import MLP, federation, run, start_of, step_on
 from torch import nn
 
-from fedshift.errors import UserError
-from fedshift.experiment.config.experiment import parse
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Site
 from fedshift.functional.adversarial import combine_domains
 from fedshift.methods.pooled.mdan import MDAN
 from fedshift.models.network import Network
-from fedshift.weights import Weights
 
 
 def parts_at(method: MDAN, site: Site, model: Network) -> nn.ModuleList:
@@ -77,19 +73,6 @@ def test_one_source_without_domain_loss_is_plain_cross_entropy(rule: Any) -> Non
     assert not moved(before, site.memory.weights("parts"))
 
 
-def test_the_published_model_is_the_ordinary_network_and_identifiers_are_remembered() -> None:
-    method = MDAN()
-    site, weights = pool_of(method), start(method)
-    one = fit(method, site, weights)
-    assert list(one.weights) == list(site.network.state_dict())
-    first = site.memory.weights("parts").clone()
-    fit(method, site, one.weights)
-    assert moved(first, site.memory.weights("parts")) == set(first)
-    other = pool_of(method, seed=4)
-    fit(method, other, weights)
-    assert other.memory.weights("parts") != first
-
-
 def test_a_step_uses_a_batch_of_every_domain_and_rounds_end_together() -> None:
     """30 mini-batches over three rounds in steps of 4: 8, 20 and, the last one over, 32."""
     method = MDAN()
@@ -112,30 +95,6 @@ def test_progress_counts_within_a_round() -> None:
     site.begin(type(site.envelope)(2, 2, 0.5, 40))
     assert method.progress(site) == 0.5
     assert [method.progress(site) for _ in method.with_target(site, 12)] == pytest.approx([0.55, 0.6, 0.65])
-
-
-def test_errors() -> None:
-    with pytest.raises(ValidationError, match="gamma"):
-        MDAN(gamma=0)
-    with pytest.raises(ValidationError, match="mu"):
-        MDAN(mu=-1)
-    whole = {"data": "rotated_digits", "model": "mnist_cnn", "methods": ["mdan"]}
-    parse({**whole, "protocol": {"kind": "adapt_to_one"}})
-    with pytest.raises(UserError, match="mdan"):
-        parse({**whole, "protocol": {"kind": "leave_one_out"}})
-    with pytest.raises(UserError, match="refuses to send raw_data"):
-        federation(MDAN(), refuse=["raw_data"])
-
-
-def test_identifiers_go_on_from_round_to_round() -> None:
-    method = MDAN()
-    site, weights = pool_of(method), start(method)
-    drawn = Weights(parts_at(method, site, site.model(weights)).state_dict()).clone()
-    fit(method, site, weights)
-    kept = site.memory.weights("parts").clone()
-    assert moved(drawn, kept)
-    again = parts_at(method, site, site.model(weights)).state_dict()
-    assert not moved(kept, again)
 
 
 def test_the_hard_version_is_the_limit_of_the_soft_one() -> None:

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from every_method import method_of
+from every_method import method_of, mostly_slow
 from pooled_step import assert_same, deepall_step, mixed_batch, pool, step
 from pydantic import ValidationError
 from tiny import CNN, NORMED_CNN, domains, run
-from torch import Tensor
 
-from fedshift.data.transforms import Augmentation, augment
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Batch, with_labelled
 from fedshift.methods import registry
@@ -23,9 +21,7 @@ from fedshift.methods.composition.local import PLUG_INS
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.recipe import SHAPES
 from fedshift.methods.pooled.deepall import DeepAll
-from fedshift.methods.pooled.epi_fcr import EpiFCR
 from fedshift.methods.pooled.fact import FACT
-from fedshift.models.network import Network
 
 POOLED = [name for name in registry.names() if registry.method_class(name).traits.pooled]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -66,7 +62,7 @@ def test_most_methods_take_some() -> None:
     assert goes_with("deepall") == ON_IMAGES
 
 
-@pytest.mark.parametrize("name", [name for name in POOLED if goes_with(name)])
+@pytest.mark.parametrize("name", mostly_slow(name for name in POOLED if goes_with(name)))
 def test_those_that_go_change_the_result_and_nothing_else(name: str) -> None:
     plain, where = trained(method_of(name))
     sent = where.ledger.settle()[1]
@@ -85,7 +81,7 @@ def test_those_that_go_change_the_result_and_nothing_else(name: str) -> None:
     assert all(one not in others[:number] for number, one in enumerate(others))
 
 
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", mostly_slow(POOLED))
 def test_the_others_are_refused_with_the_reason(name: str) -> None:
     for plug_in in (one for one in ON_IMAGES if one not in goes_with(name)):
         with pytest.raises(ValidationError) as refused:
@@ -97,9 +93,6 @@ def test_the_others_are_refused_with_the_reason(name: str) -> None:
         if registry.method_class(name).traits.takes_plug_ins:
             assert f"local: {plug_in} does not go with {name}, wh" in said
     assert set(registry.method_class(name).traits.unfit_plug_ins) <= set(PLUG_INS)
-
-
-# The same as elsewhere ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -114,24 +107,6 @@ def test_deepall_of_one_domain_is_fedavg_at_one_site(local: list[Any]) -> None:
     here, there = (run(kind(local=chosen), **options)[0].weights for kind in (DeepAll, FedAvg))
     assert here == there
     assert here != run(DeepAll(), **options)[0].weights
-
-
-def test_label_smoothing_is_torch_s() -> None:
-    method = DeepAll(local=[{"name": "label_smoothing", "smoothing": 0.3}])
-    site, weights, model = pool(method)
-    batch = mixed_batch(site)
-    loss = F.cross_entropy(model(batch.inputs), batch.targets, label_smoothing=0.3)
-    site.plug_ins = method.calls.plug_ins(site)
-    expected = deepall_step(site, weights, loss, model)
-    assert_same(step(method, site, weights).weights, expected)
-
-
-def test_mixup_of_nothing_is_nothing() -> None:
-    """With α near 0, λ is 0 or 1: a mini-batch as it is, or the same in another order."""
-    plain, _ = trained(DeepAll())
-    found, _ = trained(DeepAll(local=[{"name": "mixup", "alpha": 1e-6}]))
-    for name, tensor in plain.weights.items():
-        torch.testing.assert_close(found.weights[name], tensor, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -170,31 +145,6 @@ def test_mixup_mixes_the_samples_of_all_domains_by_hand() -> None:
     expected = deepall_step(site, weights, F.cross_entropy(said, soft), model)
     site.plug_ins = method.calls.plug_ins(site)
     assert_same(step(method, site, weights).weights, expected)
-
-
-# Batches of domains ---------------------------------------------------------------------------------------------------
-
-
-def test_images_of_every_domain_are_moved_by_draws_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    method = EpiFCR(local=[{"name": "augment", "by": {"shear": 0.4}}])
-    site, weights, _ = pool(method)
-    sources, _ = next(site.domain_batches(1))
-    site.mini_batches = 0
-    draws = site.generator_for("augment")
-    seen: list[Batch] = []
-
-    def noted(self: EpiFCR, model: Network, parts: Any, batches: tuple[Batch, ...], pair: Any) -> Tensor:
-        seen.extend(batches)
-        return F.cross_entropy(model(batches[0].inputs), batches[0].targets)
-
-    monkeypatch.setattr(EpiFCR, "published_loss", noted)
-    site.plug_ins = method.calls.plug_ins(site)
-    step(method, site, weights, mini_batches=3)
-    for found, batch in zip(seen, sources, strict=True):
-        expected = augment(site.pixels(batch.inputs).clamp(0, 1), Augmentation(shear=0.4), draws)
-        torch.testing.assert_close(site.pixels(found.inputs), expected, atol=1e-6, rtol=1e-5)
-        assert torch.equal(found.rows, batch.rows)
-        assert not torch.equal(found.inputs, batch.inputs)
 
 
 def test_what_a_step_draws_is_changed_where_it_has_labels() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from pooled_step import assert_same, descend, mixed_batch, pool, step, trainable
 from pooling import LR
-from tiny import CNN, MLP, NORMED, NORMED_CNN
+from tiny import NORMED, NORMED_CNN
 
 from fedshift.errors import UserError
-from fedshift.federation.site import Envelope, Site
+from fedshift.federation.site import Envelope
 from fedshift.functional.jigsaw import shuffled_tiles, tile_permutations
 from fedshift.functional.metric_learning import momentum_triplet_loss
 from fedshift.functional.mixing import mixed_styles
@@ -29,7 +29,6 @@ from fedshift.methods.pooled.eisnet import EISNet, Parts
 from fedshift.methods.pooled.fact import FACT
 from fedshift.methods.pooled.jigen import JiGen
 from fedshift.methods.pooled.mixstyle import MixStyle
-from fedshift.models.registry import build, parse
 
 
 @pytest.mark.parametrize(
@@ -134,13 +133,6 @@ def test_a_paired_batch_has_half_of_each_of_two_domains() -> None:
         assert own.max() - own.min() <= 1
 
 
-def test_mixstyle_has_no_place_behind_a_stem() -> None:
-    network = build(parse({"name": "resnet18"}), (3, 32, 32), 3, seed=0)
-    Mixer(0.5, 0.1, torch.Generator(), across=False).attach(network, None)
-    mixing = [name for name, place in network.stages.items() if network.get_submodule(place)._forward_hooks]
-    assert mixing == ["block1", "block2", "block3"]
-
-
 def test_the_weights_are_of_a_beta_distribution() -> None:
     draws = torch.Generator().manual_seed(0)
     for alpha in (0.1, 2.0):
@@ -150,30 +142,6 @@ def test_the_weights_are_of_a_beta_distribution() -> None:
 
 
 # CrossGrad ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("network", [CNN, MLP], ids=["images", "vectors"])
-def test_a_step_of_crossgrad_by_hand(network: dict[str, object]) -> None:
-    method = CrossGrad(perturbation=2.0, label_share=0.3, domain_share=0.6, clip=0.01)
-    site, weights, model = pool(method, network)
-    domain = method.parts(site, lambda: with_classes(model, 3))
-    batch = mixed_batch(site)
-    probe = batch.inputs.clone().requires_grad_(True)
-    (by_label,) = torch.autograd.grad(F.cross_entropy(model(probe), batch.targets), probe)
-    (by_domain,) = torch.autograd.grad(F.cross_entropy(domain(probe), batch.domains), probe)
-    moved = batch.inputs + 2.0 * by_domain.clamp(-0.01, 0.01), batch.inputs + 2.0 * by_label.clamp(-0.01, 0.01)
-    label = 0.7 * F.cross_entropy(model(batch.inputs), batch.targets) + 0.3 * F.cross_entropy(
-        model(moved[0]), batch.targets
-    )
-    other = 0.4 * F.cross_entropy(domain(batch.inputs), batch.domains) + 0.6 * F.cross_entropy(
-        domain(moved[1]), batch.domains
-    )
-    descend(label, trainable(model))
-    descend(other, trainable(domain))
-    update = step(method, site, weights)
-    assert update.loss == pytest.approx((label + other).item(), rel=1e-5)
-    assert_same(update.weights, model)
-    assert_same(site.memory.weights("parts"), domain)
 
 
 def test_both_networks_of_crossgrad_train_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,17 +158,6 @@ def test_both_networks_of_crossgrad_train_in_training_mode(monkeypatch: pytest.M
         assert all(not torch.equal(before[name], after[name]) for name in statistics)
 
 
-def test_the_domain_network_begins_with_the_features_of_the_experiment() -> None:
-    """With a fresh classifier of as many outputs as there are domains."""
-    _, _, model = pool(CrossGrad(), NORMED)
-    model.features.requires_grad_(False)  # as trained weights that are held fixed
-    made = with_classes(model, 4)
-    assert_same(made.features.state_dict(), model.features)
-    assert made.features is not model.features
-    assert not any(parameter.requires_grad for parameter in made.features.parameters())
-    assert made(torch.zeros(2, 5)).shape == (2, 4)
-
-
 def test_the_original_bounds_the_gradient_of_every_parameter() -> None:
     method = CrossGrad(parameter_clip=0.01)
     site, weights, model = pool(method)
@@ -212,54 +169,6 @@ def test_the_original_bounds_the_gradient_of_every_parameter() -> None:
 
 
 # FACT -----------------------------------------------------------------------------------------------------------------
-
-
-def test_two_steps_of_fact_by_hand() -> None:
-    """The spectra with numpy, the divergences written out, and the teacher between the steps.
-
-    The teacher begins far from the model: near to it, both directions of a divergence would be alike.
-    """
-    method = FACT(consistency_weight=3.0, temperature=2.0, momentum=0.2, ramp_epochs=0.0)
-    site, weights, model = pool(method)
-    batches = list(itertools.islice(site.batches(steps=2), 2))
-    site.mini_batches = site._orders = 0
-    draws = site.generator_for("amplitude mix")
-    whole = MeanTeacher(model, 0.2, warm_up=True)
-    teacher = whole.network
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-    site.memory["parts"] = site.weights_of(whole)
-    losses = []
-    for number, batch in enumerate(batches):
-        pixels = site.pixels(batch.inputs)
-        order = torch.randperm(len(pixels), generator=draws)
-        rate = torch.rand(len(pixels), 1, 1, 1, generator=draws).numpy()
-        spectrum, other = np.fft.fft2(pixels.numpy()), np.fft.fft2(pixels[order].numpy())
-        amplitudes = (1 - rate) * np.abs(spectrum) + rate * np.abs(other)
-        image = np.fft.ifft2(amplitudes * np.exp(1j * np.angle(spectrum))).real.clip(0, 1)
-        mixed = site.inputs_of(torch.tensor(image, dtype=torch.float32))
-        plain, changed = model(batch.inputs), model(mixed)
-        loss = F.cross_entropy(plain, batch.targets) + F.cross_entropy(changed, batch.targets)
-        with torch.no_grad():
-            said = [(teacher(inputs) / 2).softmax(1) for inputs in (batch.inputs, mixed)]
-        for target, student in zip(said, (changed, plain), strict=True):
-            gap = target * (target.log() - (student / 2).log_softmax(1))
-            loss = loss + 3.0 * gap.sum(1).mean()
-        losses.append(loss.item())
-        descend(loss, trainable(model))
-        share = min(1 - 1 / (number + 2), 0.2)
-        with torch.no_grad():
-            for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
-                old.copy_(share * old + (1 - share) * new)
-    update = step(method, site, weights, steps=2)
-    assert update.loss == pytest.approx(sum(losses) / 2, rel=1e-4)
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(update.weights[name], tensor, atol=1e-5, rtol=1e-4)
-    kept = site.memory.weights("parts")
-    assert int(kept["steps"]) == 2
-    for name, tensor in teacher.state_dict().items():
-        torch.testing.assert_close(kept[f"network.{name}"], tensor, atol=1e-5, rtol=1e-4)
 
 
 def test_the_consistency_of_fact_grows_over_five_epochs() -> None:
@@ -371,37 +280,6 @@ def test_tiles_lose_their_colour_one_by_one() -> None:
     chosen[0, 5] = True
     mask = tile_mask(chosen, torch.zeros(1, 3, 6, 6))
     assert mask[0, 0].nonzero().tolist() == [[2, 4], [2, 5], [3, 4], [3, 5]]
-
-
-class Colours:
-    """Stands for a site whose inputs are pixels of three colours."""
-
-    def pixels(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs
-
-    inputs_of = pixels
-
-    def generator_for(self, purpose: str) -> torch.Generator:
-        return torch.Generator().manual_seed(0)
-
-
-def test_colour_does_not_tell_which_images_are_shuffled() -> None:
-    """Every tile of every image may turn grey, each by itself."""
-    inputs = torch.rand(400, 3, 6, 6, generator=torch.Generator().manual_seed(1))
-    found, orders = Puzzles(cast(Site, Colours()), 5, ordered=0.5, greyscale=1.0).of(inputs)
-    assert 100 < int((orders == 0).sum()) < 300
-    assert found.std(dim=1).max() < 1e-6
-    found, orders = Puzzles(cast(Site, Colours()), 5, ordered=0.5, greyscale=0.3).of(inputs)
-    tiles = (found.std(dim=1) < 1e-6)[:, ::2, ::2].double()
-    for some in (orders == 0, orders > 0):
-        assert tiles[some].mean().item() == pytest.approx(0.3, abs=0.05)
-    assert len(tiles.flatten(1).unique(dim=0)) > 50
-
-
-def test_every_permutation_is_drawn_and_the_order_itself_a_little_more_often_than_asked() -> None:
-    orders = Puzzles(cast(Site, Colours()), 4, ordered=0.5, greyscale=0.0).orders(20_000)
-    shares = torch.bincount(orders, minlength=5) / len(orders)
-    assert shares.tolist() == pytest.approx([0.6, 0.1, 0.1, 0.1, 0.1], abs=0.01)
 
 
 @pytest.mark.parametrize("class_on", ["ordered", "all"])

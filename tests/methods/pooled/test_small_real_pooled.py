@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import fedshift
+
+pytestmark = pytest.mark.slow
 
 NAMES = [
     *("deepall", "mixstyle", "crossgrad", "fact", "jigen", "eisnet", "dmg", "dger", "epi_fcr", "masf", "metareg"),

@@ -97,18 +97,6 @@ def test_centres_move_at_their_own_rate() -> None:
     assert fit(method, site, weights, steps=2).loss == pytest.approx(sum(losses) / 2, abs=1e-6)
 
 
-def test_clusters_have_the_numbers_of_the_classes() -> None:
-    """Far apart classes: k-means from the sources' means finds the target's classes, without a look at its labels."""
-    method = SRDC()
-    site = pool_of(method, network={"name": "linear"})
-    found = method.cluster_target(site, site.model(), True)
-    clusters, centres, auxiliary = found.clusters, found.centres, found.auxiliary
-    torch.testing.assert_close(auxiliary.sum(2), torch.ones(2, len(clusters)))
-    assert site.unlabelled is not None
-    assert (clusters == site.unlabelled.labels).double().mean() > 0.9
-    assert centres.shape == (3, 5)
-
-
 def test_a_class_without_source_samples_takes_no_part_and_a_tiny_target_is_no_obstacle() -> None:
     method = SRDC()
     found = domains(MLP, {"north": 2, "south": 1})  # classes 0 and 1 alone
@@ -123,30 +111,10 @@ def test_a_class_without_source_samples_takes_no_part_and_a_tiny_target_is_no_ob
     assert method.cluster_target(site, site.model(), True).clusters.shape == (1,)
 
 
-def test_labels_of_the_target_stand_still_within_a_round() -> None:
-    """Predictions of now over sums of the round's beginning would drive a rare class up without an end."""
-    method = SRDC(embedding_weight=0, source_selection=False)
-    site = pool_of(method)
-    site.begin(Envelope(2, 2, 1.0, LEFT))
-    model = site.model(start(method))
-    expected = method.cluster_target(site, model, False).auxiliary[0]
-    seen: list[Tensor] = []
-    with pytest.MonkeyPatch.context() as patch:
-        original = srdc.soft_cross_entropy
-        patch.setattr(srdc, "soft_cross_entropy", lambda q, p: (seen.append(q), original(q, p))[1])
-        fit(method, site, start(method), steps=6)
-    assert len(seen) > 2
-    rows = {tuple(row.tolist()) for row in expected}
-    assert all(tuple(row.tolist()) in rows for q in seen for row in q)
-
-
 def test_labels_of_the_whole_target_have_no_gradient() -> None:
     method = SRDC(detach=False)
     with pytest.raises(UserError, match="write auxiliary: batch"):
         method.check(pool_of(SRDC()).model())
-
-
-# Clusters -------------------------------------------------------------------------------------------------------------
 
 
 def without_the_first_class(name: str, number: int) -> Domain:
@@ -200,21 +168,6 @@ def test_the_run_s_first_round_alone_starts_from_the_sources() -> None:
             site.begin(Envelope(exchange, exchange, progress, LEFT))
             fit(method, site, start(method))
     assert seen == [True, False, False]
-
-
-def test_source_samples_near_the_target_s_centre_of_their_class_have_more_weight() -> None:
-    """From the second round on; not at all as the authors' script runs."""
-    site = pool_of(SRDC())
-    model = site.model()
-    found = SRDC().cluster_target(site, model, False)
-    model.eval()
-    with torch.no_grad():
-        for number, batch in enumerate(site.all_batches()):
-            f, c = model.features(batch.inputs), found.centres[batch.targets]
-            expected = 0.5 + 0.5 * (f * c).sum(1) / (f.norm(dim=1) * c.norm(dim=1)).clamp_min(1e-12)
-            torch.testing.assert_close(found.weights[batch.rows], expected, msg=f"batch {number}")
-    for method, first in ((SRDC(), True), (SRDC(setting="released"), False)):  # type: ignore[call-arg]
-        assert (method.cluster_target(site, model, first).weights == 1).all()
 
 
 def test_clusters_are_of_the_network_in_evaluation_mode() -> None:

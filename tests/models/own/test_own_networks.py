@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import nets
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,9 +26,6 @@ def options(name: str, **more: Any) -> NetworkOptions:
 
 def built(name: str, shape: tuple[int, ...], classes: int = 3, seed: int = 0, **more: Any) -> Network:
     return registry.build(options(name, **more), shape, classes, seed)
-
-
-# The parts -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,22 +116,6 @@ def test_views_that_need_contiguous_maps_train() -> None:
     assert built("Pyramid", (3, 8, 8)).features.stem.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-# Making and naming ---------------------------------------------------------------------------------------------------
-
-
-def test_weights_depend_on_the_seed_alone() -> None:
-    before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    first = built("Drawn", (3,), seed=5).state_dict()
-    random.random()
-    again = built("Drawn", (3,), seed=5).state_dict()
-    other = built("Drawn", (3,), seed=6).state_dict()
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["classifier.weight"][0], other["classifier.weight"][0])
-    assert not torch.equal(first["classifier.weight"][1], other["classifier.weight"][1])
-    assert torch.equal(before[0], torch.random.get_rng_state())
-    assert before[2] == np.random.get_state()[1].tolist()  # noqa: NPY002
-
-
 def test_a_record_names_the_file_by_its_content(tmp_path: Path) -> None:
     def record(text: str) -> dict[str, Any]:
         (tmp_path / "own.py").write_text(text)
@@ -208,8 +187,6 @@ def test_nothing_is_imported_without_permission(nested: bool, tmp_path: Path) ->
     with pytest.raises(UserError, match="not imported"):
         registry.parse(model)
 
-
-# From Python ---------------------------------------------------------------------------------------------------------
 
 EXPERIMENT: dict[str, Any] = {"data": {"name": "rotated_digits"}, "methods": ["fedavg"]}
 
