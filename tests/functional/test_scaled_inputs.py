@@ -269,13 +269,13 @@ OTHERS = {
 
 
 def test_every_function_is_here() -> None:
-    here = {one.function for one in CASES}
-    for found in pkgutil.walk_packages(fedshift.functional.__path__, "fedshift.functional."):
-        module = importlib.import_module(found.name)
+    here = {trial.function for trial in CASES}
+    for room in pkgutil.walk_packages(fedshift.functional.__path__, "fedshift.functional."):
+        module = importlib.import_module(room.name)
         for name, function in vars(module).items():
-            own = inspect.isfunction(function) and function.__module__ == found.name and not name.startswith("_")
+            own = inspect.isfunction(function) and function.__module__ == room.name and not name.startswith("_")
             if own and "Tensor" in str(inspect.signature(function).return_annotation) and function not in here:
-                assert name in OTHERS.get(found.name.rpartition(".")[2], ()), f"{found.name}.{name} is in neither list"
+                assert name in OTHERS.get(room.name.rpartition(".")[2], ()), f"{room.name}.{name} is in neither list"
 
 
 def outcome(call: Callable[..., Any], inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
@@ -295,21 +295,21 @@ def check(call: Callable[..., Any], inputs: Inputs, tolerance: float | None, lea
         assert slope.isfinite().all()
     if tolerance is None:
         return
-    wide, wide_slopes = outcome(call, tuple(one.double() for one in inputs))
+    wide, wide_slopes = outcome(call, tuple(value.double() for value in inputs))
     for here, there in zip((value, *slopes), (wide, *wide_slopes), strict=True):
         largest = float(there.abs().max())
         assert torch.allclose(here.double(), there, rtol=tolerance, atol=max(tolerance * largest, least)), (here, there)
 
 
-def name_of(one: Case) -> str:
-    return f"{one.function.__module__.rpartition('.')[2]}.{one.function.__name__}"
+def name_of(trial: Case) -> str:
+    return f"{trial.function.__module__.rpartition('.')[2]}.{trial.function.__name__}"
 
 
 def drawn(shapes: tuple[tuple[int, ...], ...], scale: float, seed: int, rounded: bool) -> Inputs:
     """Numbers of a scale; ``rounded``: as a network in bf16 gives them, which is float32 with eight digits of two."""
     draws = torch.Generator().manual_seed(seed)
     values = (torch.randn(shape, generator=draws) * scale for shape in shapes)
-    return tuple(one.bfloat16().float() if rounded else one for one in values)
+    return tuple(value.bfloat16().float() if rounded else value for value in values)
 
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bf16"])
@@ -323,13 +323,13 @@ def drawn(shapes: tuple[tuple[int, ...], ...], scale: float, seed: int, rounded:
         case("losses", "inputs of 1e6", 1e6),
     ],
 )
-@pytest.mark.parametrize("one", CASES, ids=name_of)
-def test_inputs_of_every_scale(one: Case, scale: float, rounded: bool) -> None:
+@pytest.mark.parametrize("trial", CASES, ids=name_of)
+def test_inputs_of_every_scale(trial: Case, scale: float, rounded: bool) -> None:
     for seed in range(3):
-        least = 2e-5 if one.function in BY_WAY_OF_ONE else SMALLEST
+        least = 2e-5 if trial.function in BY_WAY_OF_ONE else SMALLEST
         # Its logarithms end where float32 does, see below.
-        told = one.function is not metric_learning.confusion_divergence or scale <= 1
-        check(one.call, drawn(one.shapes, scale, seed, rounded), 2e-3 if told else None, least)
+        compared = trial.function is not metric_learning.confusion_divergence or scale <= 1
+        check(trial.call, drawn(trial.shapes, scale, seed, rounded), 2e-3 if compared else None, least)
 
 
 DEGENERATE: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
@@ -353,9 +353,9 @@ DEGENERATE: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
         case("losses", "one number of 1e4 among zeros", "one entry of 1e4"),
     ],
 )
-@pytest.mark.parametrize("one", CASES, ids=name_of)
-def test_degenerate_inputs(one: Case, kind: str) -> None:
-    check(one.call, tuple(DEGENERATE[kind](shape) for shape in one.shapes), None)
+@pytest.mark.parametrize("trial", CASES, ids=name_of)
+def test_degenerate_inputs(trial: Case, kind: str) -> None:
+    check(trial.call, tuple(DEGENERATE[kind](shape) for shape in trial.shapes), None)
 
 
 HELD = {
@@ -366,10 +366,10 @@ HELD = {
 """Whose gradients are no derivatives on purpose: a step, a bandwidth or a teacher is constant, or a sign is turned."""
 
 
-@pytest.mark.parametrize("one", [one for one in CASES if one.function not in HELD], ids=name_of)
-def test_gradients_are_those_of_differences(one: Case) -> None:
-    inputs = tuple(value.double().requires_grad_() for value in drawn(one.shapes, 1.0, 1, rounded=False))
-    assert torch.autograd.gradcheck(one.call, inputs)
+@pytest.mark.parametrize("trial", [trial for trial in CASES if trial.function not in HELD], ids=name_of)
+def test_gradients_are_those_of_differences(trial: Case) -> None:
+    inputs = tuple(value.double().requires_grad_() for value in drawn(trial.shapes, 1.0, 1, rounded=False))
+    assert torch.autograd.gradcheck(trial.call, inputs)
 
 
 # The objectives of runs ----------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ OBJECTIVES: list[tuple[Objective, tuple[int, ...], Tensor]] = [
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e3, 1e6])
-@pytest.mark.parametrize(("objective", "shape", "labels"), OBJECTIVES, ids=lambda one: getattr(one, "task", ""))
+@pytest.mark.parametrize(("objective", "shape", "labels"), OBJECTIVES, ids=lambda value: getattr(value, "task", ""))
 def test_objectives_at_every_scale(
     objective: Objective, shape: tuple[int, ...], labels: Tensor, scale: float, rounded: bool
 ) -> None:
@@ -463,8 +463,8 @@ def test_few_samples_and_classes(call: Callable[..., Any], scale: float) -> None
 
 @given(scale=st.floats(-6, 6), seed=st.integers(0, 1000), number=st.integers(0, len(CASES) - 1), rounded=st.booleans())
 def test_any_case_at_any_scale(scale: float, seed: int, number: int, rounded: bool) -> None:
-    one = CASES[number]
-    check(one.call, drawn(one.shapes, 10**scale, seed, rounded), None)
+    trial = CASES[number]
+    check(trial.call, drawn(trial.shapes, 10**scale, seed, rounded), None)
 
 
 @pytest.mark.case("losses", "confusions that float32 rounds to 0")

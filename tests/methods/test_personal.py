@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedshift.data.domain import Domain
 from fedshift.deploy.coordinator import check_deployed
 from fedshift.errors import UserError
 from fedshift.experiment.costs import dry_run
+from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Reply, Statistics, leaves, reply_content
 from fedshift.federation.site import Batch, Envelope, Site
@@ -209,6 +211,34 @@ def moved(model: Model, along: Model, by: float) -> Model:
     return {name: value + by * along[name] for name, value in model.items()}
 
 
+def test_three_rounds_of_apfl_by_hand() -> None:
+    """w ← w − η∇f(w), v ← v − η∇_v f(v̄), α ← α − η ∂f(v̄)/∂α, v̄ = αv + (1 − α)w; v and α go on from round to round."""
+    rate, method = 0.5, method_of("apfl")
+    site = site_of(method, {"small": 5}, lr=rate)  # one batch
+    batch, start = next(site.all_batches()), start_of(method, domains(MLP), MLP)
+    w = {name: start[name].clone() for name, _ in site.network.named_parameters()}
+    v, share = {name: value.clone() for name, value in w.items()}, torch.tensor(0.5)
+    for number in (1, 2, 3):
+        site.begin(type(site.envelope)(number, number, 0.0, 9))
+        update = method.fit(site, Weights(w))  # type: ignore[attr-defined]
+        assert update.loss == pytest.approx(loss_at(site, w, batch).item(), rel=1e-5), "that of what is sent"
+        for value in (share, *v.values()):
+            value.requires_grad_()
+        slope, *own = torch.autograd.grad(loss_at(site, mixture(v, w, share), batch), [share, *v.values()])
+        v = {name: value.detach() for name, value in moved(v, dict(zip(v, own, strict=True)), -rate).items()}
+        w, share = moved(w, slopes_at(site, w, batch), -rate), (share - rate * slope).detach()
+    torch.testing.assert_close(dict(update.weights), w)
+    torch.testing.assert_close(dict(site.memory.weights(PERSONAL)), v)
+    assert site.memory["share"] == pytest.approx(share.item())
+    assert abs(share.item() - 0.5) > 1e-4
+    torch.testing.assert_close(dict(method.own_weights(Weights(w), site.memory)), mixture(v, w, share))
+
+
+def mixture(own: Model, common: Model, share: Tensor) -> Model:
+    """v̄ = αv + (1 − α)w."""
+    return {name: share * own[name] + (1 - share) * common[name] for name in own}
+
+
 @pytest.mark.parametrize(("ahead", "share"), [(0.1, 1.0), (-0.1, 0.0)])
 def test_a_share_of_apfl_stays_within_zero_and_one(ahead: float, share: float) -> None:
     """With v below w along the gradient more of v is better, and with v above it less."""
@@ -246,6 +276,50 @@ def test_after_tuning_a_site_predicts_with_what_it_tuned(name: str) -> None:
     torch.testing.assert_close(after, moved(before, slopes_at(site, before, batch), -0.2), atol=1e-6, rtol=1e-5)
 
 
+def test_a_round_of_pfedme_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """θ ← θ − a(∇f(θ) + λ(θ − w)), K times on each mini-batch; then w ← w − ηλ(w − θ), near which θ stays."""
+    rate, held, inner, often = 0.05, 4.0, 0.2, 3
+    method = method_of("pfedme", proximal_weight=held, inner_steps=often, inner_rate=inner)
+    site, start = site_of(method, {"large": 41}, lr=rate), start_of(method, domains(MLP), MLP)
+    batches = list(site.batches())[:3]
+    monkeypatch.setattr(site, "batches", lambda *_: iter(batches))
+    update = method.fit(site, start)  # type: ignore[attr-defined]
+    w = {name: start[name] for name, _ in site.network.named_parameters()}
+    theta, gradients = w, 0
+    for batch in batches:
+        for _ in range(often):
+            theta = moved(moved(theta, moved(theta, w, -1), -inner * held), slopes_at(site, theta, batch), -inner)
+            gradients += 1
+        w = moved(w, moved(w, theta, -1), -rate * held)
+    torch.testing.assert_close(dict(update.weights), w)
+    torch.testing.assert_close(dict(site.memory.weights(PERSONAL)), theta)
+    assert method.traits.relative_cost == gradients / len(batches), "FedAvg has a gradient for each mini-batch"
+
+
+@pytest.mark.parametrize(
+    ("order", "groups"), [("first", [(0, 1), (2, 3), (4, 4)]), ("hessian_free", [(0, 1, 2), (3, 4, 4)])]
+)
+def test_an_epoch_of_per_fedavg_by_hand(
+    order: str, groups: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """w ← w − βg with g = ∇f(w − α∇f(w; D); D'), less α(∇f(w + δg; D'') − ∇f(w − δg; D''))/2δ without a Hessian."""
+    alpha, beta, delta = 0.8, 0.3, 0.1
+    method = method_of("per_fedavg", order=order, difference=delta, fine_tune={"steps": 1, "lr": alpha})
+    site, start = site_of(method, {"large": 41}, lr=beta), start_of(method, domains(MLP), MLP)
+    batches = list(site.batches())[:5]
+    monkeypatch.setattr(site, "batches", lambda *_: iter(batches))
+    update = method.fit(site, start)  # type: ignore[attr-defined]
+    w = {name: start[name] for name, _ in site.network.named_parameters()}
+    for first, second, *third in [[batches[number] for number in group] for group in groups]:
+        g = slopes_at(site, moved(w, slopes_at(site, w, first), -alpha), second)
+        step = g
+        for batch in third:
+            above, below = (slopes_at(site, moved(w, g, sign * delta), batch) for sign in (1, -1))
+            step = moved(g, moved(above, below, -1), -alpha / (2 * delta))
+        w = moved(w, step, -beta)
+    torch.testing.assert_close(dict(update.weights), w, atol=1e-5, rtol=1e-4)
+
+
 def test_fedrod_reports_the_balanced_loss_of_what_it_sends() -> None:
     """−log(n_y e^ψ_y / Σ_c n_c e^ψ_c) with two, two and one samples of the classes."""
     method = method_of("fedrod")
@@ -272,6 +346,26 @@ def test_fedala_learns_its_shares_on_a_part_of_the_samples(monkeypatch: pytest.M
         slopes = slopes_at(site, {**common, **{name: last[name] + gaps[name] * shares[name] for name in names}}, batch)
         shares = {name: (shares[name] - 2.0 * slopes[name] * gaps[name]).clamp(0, 1) for name in names}
     torch.testing.assert_close(dict(site.memory.weights("shares")), shares)
+
+
+def test_the_server_of_fedproto_by_hand() -> None:
+    """C̄^j = Σ_i n_ij C_i^j / Σ_i n_ij of two sites, then of the second alone, which has no samples of class 1."""
+    method = method_of("fedproto")
+    first = sent([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]], [2, 3, 0])
+    second = sent([[5.0, 4.0], [0.0, 0.0], [0.0, 0.0]], [6, 0, 0])
+    third = sent([[2.0, 2.0], [0.0, 0.0], [0.0, 0.0]], [6, 0, 0])
+    zero = Weights({"classifier.weight": torch.zeros(3, 2), "classifier.bias": torch.zeros(3)})
+    state = method.start(cast(Federation, None), zero)
+    for replies, nearest in (({"a": first, "b": second}, [4.0, 3.0]), ({"b": third}, [2.0, 2.0])):
+        answers = SimpleNamespace(sources=["a", "b"], ask=lambda *_, replies=replies, **__: replies)
+        state = method.round(cast(Federation, answers), state)
+        mean = cast(Statistics, state.parts["prototypes"])["mean"]
+        torch.testing.assert_close(mean[:2], torch.tensor([nearest, [0.0, 2.0]]))
+    features = torch.tensor(
+        [[0.0, 0.0], [2.0, 1.0], [-1.0, 2.0]]
+    )  # the first lies at 0, where class 2 has no prototype
+    scores = features @ state.weights["classifier.weight"].T + state.weights["classifier.bias"]
+    assert scores.argmax(1).tolist() == [1, 0, 1]
 
 
 def sent(means: list[list[float]], numbers: list[int]) -> Prototypes:

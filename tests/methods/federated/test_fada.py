@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from lost import site_of
-from tiny import LINEAR, MLP, NORMED, evaluated, federation, run, start_of, step_on, vectors
+from tiny import LINEAR, MLP, NORMED, evaluated, federation, run, setting, start_of, step_on, vectors
 from torch import Tensor, nn
 
 from fedshift.data.domain import Domain
 from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.randomness import derive_seed
 from fedshift.methods.base import State
 from fedshift.methods.federated.fada import FADA, add_update
+from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 ROLES: dict[str, Any] = {"a": "source", "b": "source", "t": "target"}
@@ -40,6 +42,59 @@ def begun(method: FADA, found: list[Domain] | None = None, network: Any = MLP, *
     options = {"momentum": 0.0, "budget": 60, "roles": ROLES, **options}
     where = federation(method, found, network, **options)
     return where, method.start(where, start_of(method, found, network))
+
+
+def own_identifier(seed: int, site: str, width: int, hidden: int = 5) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "identifier", site))
+        return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+
+def descended(model: Network, loss: Tensor, rate: float = 0.05) -> dict[str, Tensor]:
+    """The model's weights after one step of plain gradient descent."""
+    slopes = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    after = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for (name, _), slope in zip(model.named_parameters(), slopes, strict=True):
+        if slope is not None:
+            after[name] -= rate * slope
+    return after
+
+
+def test_a_round_of_one_step_is_the_equation() -> None:
+    """Both identifiers, both sources and the target, then equal weights (variant I), written out."""
+    strength, rate = 0.7, 0.02
+    method = short(variant="I", steps_per_round=1, adversarial_weight=strength, identifier_rate=rate)
+    where, state = begun(method, seed=4)
+    start = state.weights.clone()
+    built = setting(method, three(), MLP, 3).build_network()
+    samples = {site: everything(where, site) for site in ROLES}
+    state = step_on(method, where, state)
+
+    features = {site: built.features(inputs) for site, (inputs, _) in samples.items()}
+    target_loss = torch.zeros(())
+    sources, identifier_losses = [], []
+    for site in ("a", "b"):
+        judge = own_identifier(4, site, 6)
+        optimizer = torch.optim.Adam(judge.parameters(), lr=rate)
+        source, target = (torch.sigmoid(judge(features[name].detach())) for name in (site, "t"))
+        loss = -source.log().mean() - (1 - target).log().mean()
+        identifier_losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        fooled = -torch.sigmoid(judge(features[site])).log().mean()
+        target_loss = target_loss - strength * torch.sigmoid(judge(features["t"])).log().mean()
+        scores = built.classifier(features[site]).log_softmax(1)
+        right = -scores[torch.arange(8), samples[site][1]].mean()
+        assert state.report["losses"][site] == pytest.approx(right.item(), abs=1e-5)
+        sources.append(descended(built, right + strength * fooled))
+        known: Any = state.parts["identifiers"]
+        for name, value in judge.state_dict().items():
+            torch.testing.assert_close(known[site][name], value, atol=1e-6, rtol=1e-5)
+    assert state.report["identifier_loss"] == pytest.approx(sum(identifier_losses) / 2, abs=1e-5)
+    after = descended(built, target_loss)
+    for name, found in state.weights.items():
+        expected = (sources[0][name] + sources[1][name]) / 2 + after[name] - start[name]
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_variant_one_weighs_all_alike_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:

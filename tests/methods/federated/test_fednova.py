@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from lost import lose
-from tiny import MLP, assert_close, domains, federation, run, start_of, step_on
+from tiny import MLP, NORMED, assert_close, domains, federation, run, start_of, step_on
 
 from fedshift.errors import UserError
+from fedshift.functional.averaging import is_buffer
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fednova import FedNova
 
@@ -21,6 +23,26 @@ def test_with_equal_steps_it_is_fedavg(momentum: float) -> None:
     normalised = run(FedNova(steps_per_round=3), **options)[0]
     assert_close(normalised.weights, run(FedAvg(steps_per_round=3), **options)[0].weights)
     assert run(FedNova(), **options)[0].weights != run(FedAvg(), **options)[0].weights
+
+
+def test_a_round_by_hand() -> None:
+    """Mini-batches 5, 1 and 2 of 62 samples; τ_eff = (41·5 + 5·1 + 16·2)/62 without momentum."""
+    found, method = domains(NORMED, SIZES), FedNova()
+    options: dict[str, Any] = {"rounds": 1, "momentum": 0.0}
+    state, _ = run(method, found, NORMED, **options)
+    start, where = start_of(method, found, NORMED), federation(method, found, NORMED, **options)
+    models = {site: reply.weights for site, reply in where.ask(method.fit, to=where.sources, weights=start).items()}
+    factors, effective = {"large": 5, "small": 1, "other": 2}, (41 * 5 + 5 * 1 + 16 * 2) / 62
+    assert state.report["factors"] == factors
+    for name, tensor in state.weights.items():
+        if not tensor.is_floating_point():
+            continue
+        if is_buffer(name):
+            expected = sum(SIZES[site] / 62 * model[name] for site, model in models.items())
+        else:
+            drift = sum(SIZES[s] / 62 * (start[name] - model[name]) / factors[s] for s, model in models.items())
+            expected = start[name] - effective * drift
+        torch.testing.assert_close(tensor, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,24 @@ def test_the_first_round_is_fedavg_s_bit_for_bit() -> None:
     assert run(Scaffold(), **longer)[0].weights != run(FedAvg(weighting="uniform"), **longer)[0].weights  # type: ignore[arg-type]
 
 
+def test_a_step_of_the_second_round_by_hand() -> None:
+    """y_i = x − η(g − c_i + c): FedAvg's step from there, and η(c_i − c)."""
+    found = domains(MLP, SIZES)
+    method, plain = Scaffold(steps_per_round=1), FedAvg(steps_per_round=1, weighting="uniform")
+    state, where = run(method, found, MLP, rounds=1, momentum=0.0, lr=0.1)
+    begun, other = run(plain, found, MLP, rounds=1, momentum=0.0, lr=0.1)
+    assert begun.weights == state.weights
+    common = control_of(state)
+    own = {site: kept(where, site, "control") for site in SIZES}
+    sent = dict(where.ask(method.train, to=where.sources, weights=state.weights, control=common).items())
+    steps = dict(other.ask(plain.fit, to=other.sources, weights=state.weights).items())  # type: ignore[attr-defined]
+    for site, update in sent.items():
+        for name, tensor in update.weights.items():
+            expected = steps[site].weights[name] + 0.1 * (own[site][name] - common[name])
+            torch.testing.assert_close(tensor, expected, atol=1e-6, rtol=1e-5)
+        assert update.loss == steps[site].loss, "the correction is no part of the loss"
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_control_variates_count_steps_and_not_epochs(momentum: float) -> None:
     """After the first round c_i = (x − y_i)/(T·η), with T mini-batches, or the plain steps that they amount to."""

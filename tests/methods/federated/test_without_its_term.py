@@ -39,8 +39,8 @@ ONE_BATCH = {"found": domains(CNN, {"large": 7, "small": 5, "other": 6}), "momen
     ids=lambda value: getattr(value, "name", None),
 )
 def test_it_is_fedavg_bit_for_bit(method: Method, plain: Method, options: dict[str, Any]) -> None:
-    found, expected = (run(each, **options)[0] for each in (method, plain))
-    assert (found.weights, found.report) == (expected.weights, expected.report)
+    result, expected = (run(each, **options)[0] for each in (method, plain))
+    assert (result.weights, result.report) == (expected.weights, expected.report)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_it_is_fedavg_bit_for_bit(method: Method, plain: Method, options: dict[s
     ids=lambda value: getattr(value, "name", None),
 )
 def test_it_is_fedavg_but_for_rounding(method: Method, plain: Method, options: dict[str, Any]) -> None:
-    found, expected = (run(each, **options)[0] for each in (method, plain))
-    assert_close(expected.weights, found.weights)
-    if "aggregation_weights" in found.report:
-        assert found.report["aggregation_weights"] == pytest.approx(expected.report["aggregation_weights"])
+    result, expected = (run(each, **options)[0] for each in (method, plain))
+    assert_close(expected.weights, result.weights)
+    if "aggregation_weights" in result.report:
+        assert result.report["aggregation_weights"] == pytest.approx(expected.report["aggregation_weights"])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from fedshift.methods.pooled.masf import MASF, metric_network
 from fedshift.models.network import Network
 
 BOTH = pytest.mark.parametrize("network", [CNN, MLP], ids=["images", "vectors"])
+Gradients = tuple[Tensor, ...]
 
 
 @pytest.mark.parametrize(
@@ -217,6 +218,66 @@ def test_the_random_head_never_trains_and_the_domain_networks_do() -> None:
 
 
 # MASF -----------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_step_of_masf_by_hand(network: dict[str, object]) -> None:
+    """A second network takes the inner step; its gradient of the meta losses is added to the task's.
+
+    Whole batches and no bound on the meta gradient: the authors' own numbers are in tests/references.
+    """
+    method = MASF(
+        inner_rate=2.0, inner_clip=0.05, global_weight=20.0, local_weight=0.1, margin=2.0, hidden=6, embedding=4
+    )
+    site, weights, model = pool(method, network)
+    metric = method.parts(site, lambda: metric_network(model.embedding_size, 6, 4))
+    batches = domain_batches(site)
+    test = int(torch.randint(3, (), generator=site.generator_for("episodes")))
+    train = (
+        sum(
+            F.cross_entropy(model(batch.inputs), batch.targets)
+            for number, batch in enumerate(batches)
+            if number != test
+        )
+        / 2
+    )  # type: ignore[operator]
+    by_task = torch.autograd.grad(train, trainable(model))
+    ahead = site.model(weights)
+    with torch.no_grad():
+        for parameter, gradient in zip(ahead.parameters(), by_task, strict=True):
+            parameter -= 2.0 * gradient * min(1.0, 0.05 / float(gradient.norm()))
+    features = [ahead.features(batch.inputs) for batch in batches]
+    confusions = []
+    for feature, batch in zip(features, batches, strict=True):
+        logits = ahead.classifier(feature)
+        confusions.append({int(c): (logits[batch.targets == c].mean(0) / 2).softmax(0) for c in batch.targets.unique()})
+    divergences = []
+    for number, one in enumerate(confusions):
+        if number != test:
+            other = confusions[test]
+            found = [
+                ((one[c] - other[c]) * (one[c].log() - other[c].log())).sum() / 2 for c in one.keys() & other.keys()
+            ]
+            divergences.append(sum(found, torch.zeros(())) / model.classes)
+    points, every = metric(torch.cat(features)), torch.cat([batch.targets for batch in batches])
+    triplets = []
+    for a, p in itertools.permutations(range(len(points)), 2):
+        if every[a] == every[p]:
+            own = (points[a] - points[p]).square().sum()
+            others = [(points[a] - points[n]).square().sum() for n in range(len(points)) if every[n] != every[a]]
+            farther = [distance for distance in others if distance > own]
+            triplets.append((own - (min(farther) if farther else max(others)) + 2.0).clamp_min(0))
+    meta = 20.0 * sum(divergences) / 2 + 0.1 * torch.stack(triplets).mean()
+    by_meta = torch.autograd.grad(meta, [*trainable(ahead), *trainable(metric)], allow_unused=True)
+    with torch.no_grad():
+        for parameter, one, other in zip(trainable(model), by_task, by_meta, strict=False):
+            parameter -= LR * (one + other)
+        for parameter, gradient in zip(trainable(metric), by_meta[len(by_task) :], strict=True):
+            parameter -= LR * (0 if gradient is None else gradient)
+    update = step(method, site, weights, mini_batches=3)
+    assert update.loss == pytest.approx((train + meta).item(), rel=1e-4)  # type: ignore[union-attr]
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(update.weights[name], tensor, atol=2e-5, rtol=1e-3)
 
 
 def test_masf_s_inner_step_has_the_experiment_s_rate_by_default() -> None:
@@ -484,6 +545,56 @@ def test_what_validates_moves_no_statistics_of_feature_critic_s_classifier() -> 
     statistics = normed(model.classifier)
     torch.testing.assert_close(statistics.running_mean, 0.1 * features.mean(0))
     assert statistics.num_batches_tracked == 1
+
+
+@BOTH
+def test_a_step_of_feature_critic_by_hand(network: dict[str, object]) -> None:
+    """The critic's derivative by differences: its utility is computed again with each of two weights changed."""
+    method = FeatureCritic(critic_weight=0.5, critic_rate=3.0, hidden=4)
+    site, weights, model = pool(method, network)
+    critic = method.parts(site, lambda: critic_network(model.embedding_size, 4)).double()
+    model = model.double()
+    batches = domain_batches(site)
+    test = int(torch.randint(3, (), generator=site.generator_for("episodes")))
+    inputs = torch.cat([b.inputs for number, b in enumerate(batches) if number != test]).double()
+    labels = torch.cat([b.targets for number, b in enumerate(batches) if number != test])
+
+    def validation(gradients: Gradients) -> Tensor:
+        other = site.model(weights).double()
+        with torch.no_grad():
+            for parameter, gradient in zip(other.features.parameters(), gradients, strict=True):
+                parameter -= LR * gradient
+            return F.cross_entropy(other(batches[test].inputs.double()), batches[test].targets)
+
+    @torch.enable_grad()
+    def utility() -> Tensor:
+        plain = torch.autograd.grad(F.cross_entropy(model(inputs), labels), trainable(model.features))
+        judged = 0.5 * F.softplus(torch.nn.Sequential(*critic)(model.features(inputs))).mean()
+        critical = torch.autograd.grad(judged, trainable(model.features))
+        both = tuple(one + other for one, other in zip(plain, critical, strict=True))
+        return (validation(plain) - validation(both)).tanh()
+
+    before = utility()
+    expected = {}
+    for index in ((0, 0), (3, 1)):
+        weight = critic[0].weight
+        with torch.no_grad():
+            weight[index] += 1e-4
+            above = utility()
+            weight[index] -= 2e-4
+            below = utility()
+            weight[index] += 1e-4
+        expected[index] = float((weight[index] + 3.0 * LR * (above - below) / 2e-4).detach())
+    loss = F.cross_entropy(model(inputs), labels)
+    loss = loss + 0.5 * F.softplus(torch.nn.Sequential(*critic)(model.features(inputs))).mean()
+    descend(loss, trainable(model))
+    update = step(method, site, weights, mini_batches=3)
+    assert update.loss == pytest.approx((loss - before).item(), rel=1e-4)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(update.weights[name].double(), tensor.double(), atol=2e-6, rtol=1e-4)
+    found = site.memory.weights("parts")["0.weight"]
+    for index, value in expected.items():
+        assert float(found[index]) == pytest.approx(value, abs=2e-6)
 
 
 def seen_by(monkeypatch: pytest.MonkeyPatch, method: FeatureCritic, steps: int) -> list[tuple[set[int], set[int]]]:

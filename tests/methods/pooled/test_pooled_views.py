@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from pooled_step import assert_same, descend, mixed_batch, pool, step, trainable
 from pooling import LR
-from tiny import NORMED, NORMED_CNN
+from tiny import CNN, MLP, NORMED, NORMED_CNN
 
 from fedshift.errors import UserError
 from fedshift.federation.site import Envelope
@@ -144,6 +144,30 @@ def test_the_weights_are_of_a_beta_distribution() -> None:
 # CrossGrad ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("network", [CNN, MLP], ids=["images", "vectors"])
+def test_a_step_of_crossgrad_by_hand(network: dict[str, object]) -> None:
+    method = CrossGrad(perturbation=2.0, label_share=0.3, domain_share=0.6, clip=0.01)
+    site, weights, model = pool(method, network)
+    domain = method.parts(site, lambda: with_classes(model, 3))
+    batch = mixed_batch(site)
+    probe = batch.inputs.clone().requires_grad_(True)
+    (by_label,) = torch.autograd.grad(F.cross_entropy(model(probe), batch.targets), probe)
+    (by_domain,) = torch.autograd.grad(F.cross_entropy(domain(probe), batch.domains), probe)
+    moved = batch.inputs + 2.0 * by_domain.clamp(-0.01, 0.01), batch.inputs + 2.0 * by_label.clamp(-0.01, 0.01)
+    label = 0.7 * F.cross_entropy(model(batch.inputs), batch.targets) + 0.3 * F.cross_entropy(
+        model(moved[0]), batch.targets
+    )
+    other = 0.4 * F.cross_entropy(domain(batch.inputs), batch.domains) + 0.6 * F.cross_entropy(
+        domain(moved[1]), batch.domains
+    )
+    descend(label, trainable(model))
+    descend(other, trainable(domain))
+    update = step(method, site, weights)
+    assert update.loss == pytest.approx((label + other).item(), rel=1e-5)
+    assert_same(update.weights, model)
+    assert_same(site.memory.weights("parts"), domain)
+
+
 def test_both_networks_of_crossgrad_train_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """BatchNorm of the domain network follows its batches, also after a round."""
     method = CrossGrad()
@@ -169,6 +193,54 @@ def test_the_original_bounds_the_gradient_of_every_parameter() -> None:
 
 
 # FACT -----------------------------------------------------------------------------------------------------------------
+
+
+def test_two_steps_of_fact_by_hand() -> None:
+    """The spectra with numpy, the divergences written out, and the teacher between the steps.
+
+    The teacher begins far from the model: near to it, both directions of a divergence would be alike.
+    """
+    method = FACT(consistency_weight=3.0, temperature=2.0, momentum=0.2, ramp_epochs=0.0)
+    site, weights, model = pool(method)
+    batches = list(itertools.islice(site.batches(steps=2), 2))
+    site.mini_batches = site._orders = 0
+    draws = site.generator_for("amplitude mix")
+    whole = MeanTeacher(model, 0.2, warm_up=True)
+    teacher = whole.network
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    site.memory["parts"] = site.weights_of(whole)
+    losses = []
+    for number, batch in enumerate(batches):
+        pixels = site.pixels(batch.inputs)
+        order = torch.randperm(len(pixels), generator=draws)
+        rate = torch.rand(len(pixels), 1, 1, 1, generator=draws).numpy()
+        spectrum, other = np.fft.fft2(pixels.numpy()), np.fft.fft2(pixels[order].numpy())
+        amplitudes = (1 - rate) * np.abs(spectrum) + rate * np.abs(other)
+        image = np.fft.ifft2(amplitudes * np.exp(1j * np.angle(spectrum))).real.clip(0, 1)
+        mixed = site.inputs_of(torch.tensor(image, dtype=torch.float32))
+        plain, changed = model(batch.inputs), model(mixed)
+        loss = F.cross_entropy(plain, batch.targets) + F.cross_entropy(changed, batch.targets)
+        with torch.no_grad():
+            said = [(teacher(inputs) / 2).softmax(1) for inputs in (batch.inputs, mixed)]
+        for target, student in zip(said, (changed, plain), strict=True):
+            gap = target * (target.log() - (student / 2).log_softmax(1))
+            loss = loss + 3.0 * gap.sum(1).mean()
+        losses.append(loss.item())
+        descend(loss, trainable(model))
+        share = min(1 - 1 / (number + 2), 0.2)
+        with torch.no_grad():
+            for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
+                old.copy_(share * old + (1 - share) * new)
+    update = step(method, site, weights, steps=2)
+    assert update.loss == pytest.approx(sum(losses) / 2, rel=1e-4)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(update.weights[name], tensor, atol=1e-5, rtol=1e-4)
+    kept = site.memory.weights("parts")
+    assert int(kept["steps"]) == 2
+    for name, tensor in teacher.state_dict().items():
+        torch.testing.assert_close(kept[f"network.{name}"], tensor, atol=1e-5, rtol=1e-4)
 
 
 def test_the_consistency_of_fact_grows_over_five_epochs() -> None:
