@@ -25,9 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file
 
 import fedshift
-from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.crypto.at_site import SecureSite, Upload
-from fedshift.deploy.crypto.keys import KeyCard, Order
+from fedshift.deploy.crypto.masked_sums import KeyCard, Order, SecureSite, SecureSum, Upload
 from fedshift.federation.messages import Masked, encode
 from fedshift.functional.fixed_point import to_fixed
 from fedshift.weights import Weights

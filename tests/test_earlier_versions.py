@@ -13,7 +13,7 @@ from fedshift.deploy.agreed_terms import TERMS, AgreedTerms, Peer, SplitTerm
 from fedshift.deploy.chained_log import START, append_line, checked_lines
 from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.remote.policy import AuditLog, Policy
-from fedshift.deploy.secure.rosters import Rosters
+from fedshift.deploy.secure.site_sums import Rosters
 from fedshift.digests import Damaged
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError

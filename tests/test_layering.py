@@ -47,12 +47,12 @@ SAME_ROLE = ("__init__.py", "registry.py")
 SAME_SUBJECT = (
     *("__main__", "base", "index"),
     # a command and what it calls
-    *("check", "estimate", "export", "features", "monitor", "predict", "search", "federation", "site"),
+    *("check", "estimate", "export", "features", "monitor", "predict", "search", "site"),
     # an equation and what uses it, or a feature and what it goes with
     *("cards", "exposure", "leakage", "membership", "mmd", "mixstyle", "new_site", "preparation", "site_scale"),
     *("averages", "styles"),
     # the same at a site, at the server or on the page
-    *("choice", "estimates", "labelling", "metrics", "predictions", "replies"),
+    *("choice", "estimates", "labelling", "metrics", "predictions"),
     # FLARE calls its jobs so, and `recipe` is a method
     "recipe",
 )

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from test_hostile_coordinator import hello
 
-from fedshift.deploy.privacy.few_rows import few_samples, leaving, of_many_rows
+from fedshift.deploy.privacy.table_view import few_samples, leaving, of_many_rows
 from fedshift.deploy.remote.requests import PROTOCOL, request_key
 from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.site_file import load_site, read_holding

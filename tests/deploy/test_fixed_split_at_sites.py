@@ -11,7 +11,7 @@ import yaml
 from loopback import Loopback, deploy, model, options_of, result, same, site_file
 
 from fedshift.deploy.cli.site import check_site
-from fedshift.deploy.privacy.few_rows import few_samples
+from fedshift.deploy.privacy.table_view import few_samples
 from fedshift.deploy.site_file import load_site, read_holding
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment

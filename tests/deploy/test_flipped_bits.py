@@ -24,29 +24,23 @@ from loopback import SETTING
 
 import fedshift
 from fedshift.deploy.agreed_terms import AgreedTerms
-from fedshift.deploy.crypto.at_site import SecureSite
-from fedshift.deploy.crypto.keys import Order, PrivateKey
-from fedshift.deploy.crypto.sealing import SealingKey
+from fedshift.deploy.crypto.masked_sums import Order, PrivateKey, SecureSite
 from fedshift.deploy.estimates import Threshold, keep_sums, kept_sums, note_estimated, read_estimated, threshold_file
-from fedshift.deploy.flare.authority import CERTIFICATE, ISSUED, KEY, Authority
-from fedshift.deploy.flare.certificates import revoked_sites, write_issued
+from fedshift.deploy.flare.certificates import CERTIFICATE, ISSUED, KEY, Authority, revoked_sites, write_issued
 from fedshift.deploy.flare.deployment_folder import Deployment
 from fedshift.deploy.flare.kits import Kit, Project
 from fedshift.deploy.flare.roles import status
-from fedshift.deploy.json_files import read_stored
+from fedshift.deploy.json_files import CARDS, read_cards, read_stored
 from fedshift.deploy.kept_scores import KeptScores, asked_reading, keep_scores, kept_scores, note_reading
-from fedshift.deploy.members import CARDS, read_cards
 from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
 from fedshift.deploy.remote.policy import AuditLog, Policy
-from fedshift.deploy.remote.replies import CallAnswer
-from fedshift.deploy.remote.requests import RunRequest, SeedSplit, SitePart
+from fedshift.deploy.remote.requests import CallAnswer, RunRequest, SeedSplit, SitePart
 from fedshift.deploy.remote.transport import answer_of
 from fedshift.deploy.remote.wire import body_of
-from fedshift.deploy.secure.boxes import Boxes
-from fedshift.deploy.secure.rosters import ROSTERS, Rosters
-from fedshift.deploy.site_cards import GivenPrivacy
+from fedshift.deploy.secure.site_seals import Boxes, SealingKey
+from fedshift.deploy.secure.site_sums import ROSTERS, Rosters
+from fedshift.deploy.site_cards import GivenPrivacy, noted_spending
 from fedshift.deploy.site_requests import keep_answer, kept_answer
-from fedshift.deploy.spent_before import noted_spending
 from fedshift.errors import FedshiftError
 from fedshift.evaluation import packing
 from fedshift.evaluation.estimate.combination import Answers
@@ -468,33 +462,29 @@ CALLS = {
     "deploy/coordinator": 1,
     "deploy/estimates": 2,
     "deploy/event_log": 1,
-    "deploy/flare/authority": 1,
-    "deploy/flare/certificates": 1,
+    "deploy/flare/certificates": 2,
     "deploy/flare/deployment_folder": 6,
     "deploy/flare/in_project": 2,
     "deploy/flare/provision": 1,
     "deploy/flare/service": 1,
     "deploy/json_files": 3,
-    "deploy/playground/played": 1,
+    "deploy/playground/selftest": 1,
     "deploy/kept_scores": 2,
     "deploy/privacy/ledger": 2,
     "deploy/remote/outbox": 1,
     "deploy/remote/policy": 2,
     "deploy/remote/secure_federation": 1,
-    "deploy/secure/boxes": 2,
-    "deploy/secure/rosters": 1,
-    "deploy/secure/site_seals": 1,
+    "deploy/secure/site_sums": 1,
+    "deploy/secure/site_seals": 3,
     "deploy/sinks": 1,
     "deploy/site_backup": 1,  # tried in tests/deploy/privacy/test_backup.py
-    "deploy/site_cards": 1,
+    "deploy/site_cards": 2,
     "deploy/site_requests": 2,
-    "deploy/spent_before": 1,
     "evaluation/packing": 1,
     "evaluation/site_bytes": 1,
     "experiment/runs/run_folder": 3,
     "federation/message_files": 1,
-    "deploy/crypto/at_site": 5,
-    "deploy/crypto/keys": 1,
+    "deploy/crypto/masked_sums": 6,
     "federation/site_memory": 1,
 }
 """Module → how many calls it has that write a file with a digest."""

@@ -12,7 +12,7 @@ import yaml
 from loopback import SITES, Loopback, deploy, events, options_of, site_file, write_data
 
 from fedshift.deploy.coordinator import check_members, coordinate
-from fedshift.deploy.members import CARDS
+from fedshift.deploy.json_files import CARDS
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.site_cards import cards_of
 from fedshift.errors import FedshiftError, UserError

@@ -27,8 +27,7 @@ from loopback import (
     write_data,
 )
 
-from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
-from fedshift.deploy.privacy.recovery import recover_records
+from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger, recover_records
 from fedshift.deploy.remote.policy import PrivacyBudget
 from fedshift.deploy.remote.requests import SeedSplit
 from fedshift.deploy.site_file import load_site

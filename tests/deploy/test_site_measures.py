@@ -22,8 +22,7 @@ from test_hostile_site import HOSTILE, attack, refusals
 from fedshift.deploy.coordinator import _recall
 from fedshift.deploy.handshake import clock_difference
 from fedshift.deploy.remote.policy import sent_kinds, whole_number
-from fedshift.deploy.remote.replies import MeasureAnswer, Measures, check_measures
-from fedshift.deploy.remote.requests import SeedSplit
+from fedshift.deploy.remote.requests import MeasureAnswer, Measures, SeedSplit, check_measures
 from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Content
 from fedshift.federation.plain_values import parse_json

@@ -13,12 +13,12 @@ from loopback import CARD
 from loopback import SETTING as TINY
 from pydantic import BaseModel
 
-from fedshift.deploy.crypto.keys import KeyAnswer
-from fedshift.deploy.remote.replies import CallAnswer, MeasureAnswer
+from fedshift.deploy.crypto.masked_sums import KeyAnswer
 from fedshift.deploy.remote.requests import (
     KINDS as REQUESTS,
 )
 from fedshift.deploy.remote.requests import (
+    CallAnswer,
     CallRequest,
     EndRequest,
     EstimateRequest,
@@ -27,6 +27,7 @@ from fedshift.deploy.remote.requests import (
     InputsRequest,
     KeyRequest,
     MaskRequest,
+    MeasureAnswer,
     MeasureRequest,
     PredictRequest,
     ReadingAnswer,

@@ -81,25 +81,16 @@ class Terms(_Model):
 
 
 class AskedTerms(_Model):
-    """A request that was refused: what the site has not agreed to.
+    """A request that was refused: what the site has not agreed to."""
 
-    Attributes:
-        number: of the request, which no other of this site has.
-        coordinator: who asked, by the name in its certificate.
-        run: the run or the experiment that it was asked for.
-        when: seconds since 1970, of the last time.
-        refused: whether a person refused it.
-        approvals: of people, where more than one must agree.
-    """
-
-    number: Annotated[int, Field(ge=1)]
+    number: Annotated[int, Field(ge=1)]  # of the request, which no other of this site has
     lacks: Terms
-    coordinator: str = ""
-    run: str = ""
-    when: float = 0.0
+    coordinator: str = ""  # who asked, by the name in its certificate
+    run: str = ""  # the run or the experiment that it was asked for
+    when: float = 0.0  # seconds since 1970, of the last time
     times: int = 1
-    refused: bool = False
-    approvals: tuple[Approval, ...] = ()
+    refused: bool = False  # whether a person refused it
+    approvals: tuple[Approval, ...] = ()  # of people, where more than one must agree
 
 
 class _File(_Model):
@@ -159,10 +150,9 @@ class AgreedTerms:
     ) -> None:
         """Raise Refused unless the site trains so; the message names all that it has not agreed to.
 
-        Args:
-            agree: agree to the network and the training options if they are the first. To splits it does at once.
-            announced: what bounds the training of all methods of the experiment, where they train differently: agreed
-                to in place of ``training`` as the first, since the others follow.
+        ``agree``: agree to the network and the training options if they are the first. To splits it does at once.
+        ``announced``: what bounds the training of all methods of the experiment, where they train differently: agreed
+        to in place of ``training`` as the first, since the others follow.
         """
         with hold_lock(self._lock):
             terms = self._read()
@@ -298,14 +288,9 @@ class AgreedTerms:
     def agree(self, shown: Sequence[AskedTerms], by: Approver | None = None) -> tuple[str, ...]:
         """Agree to requests as they were shown to a person. What was asked since waits for the next time.
 
-        Args:
-            by: the person, of `approver`. Where several must agree, their approval is noted until there are enough.
-
-        Returns:
-            Who approved the last request, and whether that is enough: without a name, nobody has to.
-
-        Raises:
-            Refused: several people must agree, and nobody says who this is.
+        Returns who approved the last request, and whether that is enough: without a name, nobody has to. Refused if
+        several people must agree, and nobody says who this is. ``by``: the person, of `approver`. Where several must
+        agree, their approval is noted until there are enough.
         """
         with hold_lock(self._lock):
             terms = self._read()
@@ -392,11 +377,8 @@ def split_terms(split: SplitRule, seeds: Sequence[int]) -> list[SplitTerm]:
 def asked_bounds(
     training: Training, methods: Sequence[Method], *, round_number: int = 0, mini_batches: int | None = None
 ) -> TrainingBounds:
-    """What a request asks for, as the bounds that would just allow it.
-
-    Args:
-        mini_batches: that the site may still train on in this run; None: the request does not say.
-    """
+    """What a request asks for, as the bounds that would just allow it. ``mini_batches``: that the site may still train
+    on in this run; None: the request does not say."""
     epochs = [number for method in methods for number in _epochs(method.model_dump(mode="json"))]
     each = [training_of(method, training) for method in methods] or [training]
     known = [number for item in each for number in (mini_batches, item.mini_batches, item.steps) if number is not None]

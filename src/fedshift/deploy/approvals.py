@@ -79,14 +79,8 @@ def public_key(text: str) -> str:
 def approver(
     approvals: int, approvers: Mapping[str, str], name: str, key: Path | None, ask: Callable[[], str]
 ) -> Approver | None:
-    """The person who approves, by the rules of a site.
-
-    Returns:
-        The person; None if the rules ask for no name and none was given.
-
-    Raises:
-        UserError: a name or a key is needed, is not listed, or cannot be read.
-    """
+    """The person who approves, by the rules of a site. Returns the person; None if the rules ask for no name and none
+    was given. UserError if a name or a key is needed, is not listed, or cannot be read."""
     if not name.strip():
         if approvals > 1 or approvers:
             raise UserError(f"say who you are, with --as NAME (rule policy.approvals: {approvals})")

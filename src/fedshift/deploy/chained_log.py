@@ -43,18 +43,11 @@ def append_line(
 ) -> tuple[str, int]:
     """Add an entry to a log. Processes that write the same log wait for each other.
 
-    Args:
-        path: the log; readable by its user only. Its folder exists.
-        known: bytes that the log had when this process last looked.
-
-    Returns:
-        The line, and the log's size afterwards.
-
-    Raises:
-        OSError: the line cannot be written.
-        FedshiftError: the log is shorter than ``known``, or its last line is damaged.
+    Returns the line, and the log's size afterwards. OSError if the line cannot be written; FedshiftError if the log is
+    shorter than ``known``, or its last line is damaged. ``path``: the log; readable by its user only. Its folder
+    exists. ``known``: bytes that the log had when this process last looked.
     """
-    with open(path, "ab+", opener=_private) as file:
+    with open(path, "ab+", opener=private) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         last, size, rest = _last_line(file)
         if (size and not is_undamaged(last)) or _lacks_its_end(rest):
@@ -166,5 +159,6 @@ def _last_line(file: BinaryIO) -> tuple[str, int, bytes]:
     return line.decode(errors="replace"), end - len(rest) if result else 0, rest
 
 
-def _private(path: str, flags: int) -> int:
+def private(path: str, flags: int) -> int:
+    """Open a file that only its user reads."""
     return os.open(path, flags, 0o600)

@@ -22,11 +22,9 @@ from fedshift.deploy.deployed_plan import DeployedPlan, asks_sums, check_budgets
 from fedshift.deploy.estimates import Estimates, keep_sums, sums_file, threshold_file
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import agree
-from fedshift.deploy.json_files import DEPLOY_AGAIN
-from fedshift.deploy.members import CARDS, members
+from fedshift.deploy.json_files import CARDS, DEPLOY_AGAIN, members
 from fedshift.deploy.remote.remote_federation import RemoteFederation
-from fedshift.deploy.remote.replies import Measures, inputs_bytes
-from fedshift.deploy.remote.requests import EndRequest, SeedSplit, SitePart
+from fedshift.deploy.remote.requests import EndRequest, Measures, SeedSplit, SitePart, inputs_bytes
 from fedshift.deploy.remote.sealed_federation import SealedFederation
 from fedshift.deploy.remote.secure_federation import SecureFederation
 from fedshift.deploy.remote.transport import Done, Transport, ask_sites
@@ -59,6 +57,8 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 EXPERIMENT, PROGRESS = "experiment.json", "progress.jsonl"
+_RULES = ("deadline", "quorum", "on_refusal", "wire", "patience", "grace")
+"""What a federation takes of the engine's options."""
 
 
 def check_deployable(experiment: Experiment) -> FlareEngine:
@@ -93,11 +93,8 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
 def check_members(experiment: Experiment, sites: Sequence[str], revoked: Collection[str]) -> None:
     """Check that the sites that an experiment names are there, before anything starts.
 
-    Args:
-        revoked: the sites that the coordinator refuses, with those that have left the project.
-
-    Raises:
-        UserError: a target or a dropped site is not there, or no site is left.
+    UserError if a target or a dropped site is not there, or no site is left. ``revoked``: the sites that the
+    coordinator refuses, with those that have left the project.
     """
     protocol = experiment.protocol
     present = [site for site in sites if site not in revoked]
@@ -120,15 +117,8 @@ def check_members(experiment: Experiment, sites: Sequence[str], revoked: Collect
 
 
 def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None:
-    """Run what is not finished of the deployment in ``folder``.
-
-    Args:
-        sites: those of the project that are not revoked.
-
-    Raises:
-        NewJobNeeded: the run has to go on in a new job.
-        UserError, FedshiftError: the run ends.
-    """
+    """Run what is not finished of the deployment in ``folder``. NewJobNeeded if the run has to go on in a new job;
+    UserError, FedshiftError if the run ends. ``sites``: those of the project that are not revoked."""
     reports_installed("a coordinator")
     experiment = parse(read_object(folder / EXPERIMENT, DEPLOY_AGAIN, older=True))
     engine = check_deployable(experiment)
@@ -191,12 +181,7 @@ def _carry_out(
             recipe=_recipe(setting),
             parts={site: _part(plan, run, site, numbers.get(site)) for site in sites},
             about=about_sites(plans, setting, network),
-            deadline=engine.deadline,
-            quorum=engine.quorum,
-            on_refusal=engine.on_refusal,
-            wire=engine.wire,
-            patience=engine.patience,
-            grace=engine.grace,
+            **{name: getattr(engine, name) for name in _RULES},
             on_event=log.event,
             sources=[site.name for site in plans if site.role == "source"],
             targets=[site.name for site in plans if site.role == "target"],

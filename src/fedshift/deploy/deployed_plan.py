@@ -34,11 +34,8 @@ class DeployedPlan(Plan):
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """The protocol's targets. ``all`` means the coordinator's own domains, or every site if it has none.
-
-        Raises:
-            UserError: a target does not exist or cannot take part.
-        """
+        """The protocol's targets. ``all`` means the coordinator's own domains, or every site if it has none. UserError
+        if a target does not exist or cannot take part."""
         only_sources = {site for site, card in self.agreed.cards.items() if card.only_source}
         if named := next((target for target in self.experiment.protocol.named_targets if target in only_sources), None):
             raise UserError(f"protocol.targets: '{named}' holds the labels that train: name the site itself")

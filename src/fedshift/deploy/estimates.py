@@ -18,13 +18,12 @@ from typing import Any
 
 from pydantic import RootModel
 
-from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.crypto.keys import KeyAnswer, KeyCard
+from fedshift.deploy.crypto.masked_sums import KeyAnswer, KeyCard, SecureSum
 from fedshift.deploy.deployed_plan import DeployedPlan, asks_sums, run_at_sites
 from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.handshake import sources_encoding
 from fedshift.deploy.json_files import read_stored
-from fedshift.deploy.remote.orders import key_entry, order_to_mask, second_exchange, upload_of
+from fedshift.deploy.remote.orders import order_to_mask, second_exchange, upload_of
 from fedshift.deploy.remote.requests import (
     EndRequest,
     EstimateRequest,
@@ -173,9 +172,8 @@ class Estimates:
     def summed_inputs(self, planned: PlannedRun, sites: Iterable[str]) -> GivenInputs | None:
         """Sums of the inputs of those sites that tell them, in the encoding of a run.
 
-        Returns:
-            None where none of them does; where they do not fit each other; and with ``engine.aggregation: secure``,
-            since no site sends its own alone then.
+        Returns None where none of them does; where they do not fit each other; and with ``engine.aggregation: secure``,
+        since no site sends its own alone then.
         """
         name, asked = self._name(planned.run), [*filter(self.tells_inputs, sites)]
         if not asked or self._plan.experiment.engine.sums_only:
@@ -199,12 +197,8 @@ class Estimates:
     # Masked sums over left-out sites ----------------------------------------------------------------------------------
 
     def _pooled_for(self, run: Run) -> _Summed:
-        """What a site without labels is told of the sites that were left out of runs beside its own.
-
-        Returns:
-            the sums of scores and of inputs; None if there are too few sites, or a sum could not be made, of which the
-            log is told.
-        """
+        """What a site without labels is told of the sites that were left out of runs beside its own: the sums of scores
+        and of inputs. None if there are too few sites, or a sum could not be made, of which the log is told."""
         name = f"{self._plan.experiment.name}-{run.method.display}-seed-{run.seed}-sums"
         if name not in self._pooled:
             left_out = (item.run for item in self._beside(run) if asks_sums(self._plan, item))
@@ -279,7 +273,7 @@ class Estimates:
             run=name,
             step=step,
             scores={site: scores[site] for site in cards},
-            cards={site: key_entry(card) for site, card in sorted(cards.items())},
+            cards={site: card.entry for site, card in sorted(cards.items())},
             threshold=threshold(len(cards), self._plan.agreed.colluders(list(cards))),
             **fields,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,30 +23,13 @@ from fedshift.models.networks.clip import ClipText
 from fedshift.models.networks.frozen import Extractor, Frozen
 
 
-class FeatureInputs(NamedTuple):
-    """What methods train on in place of images.
-
-    Attributes:
-        preprocessing: names the backbone, its weights by checksum, and how images are stored.
-        shape: of one sample.
-        unseen: the set that the coordinator has; None without one.
-    """
-
-    preprocessing: Preprocessing
-    shape: tuple[int, ...]
-    unseen: DataSet | None
-
-
 def features_for(
     options: Frozen, shape: tuple[int, ...], preprocessing: Preprocessing, unseen: DataSet | None, device: str
-) -> FeatureInputs:
-    """What the sites' images become, and the features of the coordinator's images.
+) -> tuple[Preprocessing, tuple[int, ...], DataSet | None]:
+    """How the sites' images are then prepared, their shape as features, and the features of the coordinator's images.
 
-    Args:
-        shape: of a stored image, on which the sites agree.
-
-    Raises:
-        UserError: the samples are not images, or the backbone cannot read them.
+    UserError if the samples are not images, or the backbone cannot read them. ``shape``: of a stored image, on which
+    the sites agree.
     """
     extractor = options.build_extractor(preprocessing, "data at sites").to(device)
     width = extractor(torch.zeros(1, *shape, dtype=torch.uint8, device=device)).shape[1]
@@ -54,18 +37,15 @@ def features_for(
     if unseen is not None:
         domains = {name: _with_features(domain, extractor, device) for name, domain in unseen.domains.items()}
         unseen = replace(unseen, domains=domains, preprocessing=preprocessed)
-    return FeatureInputs(preprocessed, (width,), unseen)
+    return preprocessed, (width,), unseen
 
 
 def features_here(holding: Holding, setting: Setting, device: str) -> Domain:
     """A site's samples as a request's network reads them: features, where its backbone is frozen.
 
-    Args:
-        setting: the request's; its network names no file but weights of this site.
-
-    Raises:
-        Refused: the site has other weights than the coordinator, or the request fits no images of the site.
-        UserError: the samples have another shape than the request says.
+    Refused if the site has other weights than the coordinator, or the request fits no images of the site; UserError if
+    the samples have another shape than the request says. ``setting``: the request's; its network names no file but
+    weights of this site.
     """
     options, record = setting.network, setting.preprocessing.backbone
     if not isinstance(options, Frozen) or record is None:
@@ -93,12 +73,8 @@ def text_towers(network: NetworkOptions) -> dict[str, str]:
 
 
 def check_text_towers(site: str, network: NetworkOptions, theirs: Mapping[str, Any]) -> None:
-    """Raise Refused if a text tower of this site is another one than the coordinator's.
-
-    Args:
-        network: the request's; it names no file but weights of this site.
-        theirs: what `text_towers` gave at the coordinator.
-    """
+    """Raise Refused if a text tower of this site is another one than the coordinator's. ``network``: the request's; it
+    names no file but weights of this site. ``theirs``: what `text_towers` gave at the coordinator."""
     for folder, checksum in text_towers(network).items():
         if theirs.get(folder) != checksum:
             raise Refused(

@@ -18,8 +18,7 @@ from fedshift.deploy.event_log import EventLog
 from fedshift.deploy.features_at_sites import features_for, text_towers
 from fedshift.deploy.remote.requests import Hello, SplitRule
 from fedshift.deploy.remote.transport import Heard, Lost, Transport, ask_sites
-from fedshift.deploy.site_cards import Card, GivenPrivacy, HelloAnswer, cards_of, check_rows
-from fedshift.deploy.spent_before import SPENT, noted_spending
+from fedshift.deploy.site_cards import SPENT, Card, GivenPrivacy, HelloAnswer, cards_of, check_rows, noted_spending
 from fedshift.errors import UserError
 from fedshift.evaluation.estimate.combination import FEWEST_SITES
 from fedshift.experiment.config.engine_section import FlareEngine
@@ -38,19 +37,14 @@ CLOCKS_APART = 60.0
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the sites and the coordinator agree on before training.
+    """What the sites and the coordinator agree on before training."""
 
-    Attributes:
-        data: one domain per site, without samples, then the coordinator's own.
-        unseen: the set that the coordinator has (data.unseen); None without one.
-        given: the statistics of each site for a common encoding, if the data need one.
-        id: the column that names a row in the tables of all sites that name one; predictions give it back.
-    """
-
-    data: DataSet
-    unseen: DataSet | None
+    data: DataSet  # one domain per site, without samples, then the coordinator's own
+    unseen: DataSet | None  # the set that the coordinator has (data.unseen); None without one
+    # the statistics of each site for a common encoding, if the data need one
     given: Mapping[str, Mapping[str, Any]] | None
     cards: Mapping[str, Card]
+    # the column that names a row in the tables of all sites that name one; predictions give it back
     id: str | None = None
 
     @property
@@ -108,7 +102,8 @@ def agree(
         aggregation=engine.aggregation,
         private=experiment.training.privacy is not None,
         routing=engine.routing,
-        sums=_in_sums(experiment, sites) if engine.sums_only else (),
+        # all that may be in one sum: not one that is the only target
+        sums=tuple(site for site in sites if engine.sums_only and experiment.protocol.named_targets != (site,)),
     )
     asked = time.time()
     answers = ask_sites(transport, dict.fromkeys(sites, hello), engine.deadline, HelloAnswer)
@@ -146,11 +141,6 @@ def _check_all_take_part(faults: Sequence[UserError], sites: int) -> None:
         raise UserError(f"{len(faults)} of {sites} sites cannot take part: {listed}")
 
 
-def _in_sums(experiment: Experiment, sites: Sequence[str]) -> tuple[str, ...]:
-    """The sites that may be in one sum: all but one that is the only target."""
-    return tuple(site for site in sites if experiment.protocol.named_targets != (site,))
-
-
 def _card(
     site: str, answer: Heard[HelloAnswer] | Lost, before: Card | None, experiment: Experiment, log: EventLog
 ) -> Card:
@@ -186,11 +176,7 @@ def _warn_of_clock(site: str, answer: Heard[HelloAnswer] | Lost, asked: float, l
 
 def clock_difference(site_time: float, asked: float, arrived: float) -> float:
     """Seconds by which a site's clock is ahead of this machine's, at least; 0 when it fits, negative when it is behind.
-
-    Args:
-        asked: when it was asked, by the clock here.
-        arrived: when its answer arrived, by the clock here.
-    """
+    ``asked``: when it was asked, by the clock here; ``arrived``: when its answer arrived, by the clock here."""
     return max(site_time - arrived, 0.0) + min(site_time - asked, 0.0)
 
 

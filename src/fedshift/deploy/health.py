@@ -45,14 +45,11 @@ class Health:
 
 @dataclass(eq=False)
 class RoleMetrics:
-    """What Prometheus is told of a role: a collector of `prometheus_client`.
-
-    Attributes:
-        logs: the logs that there are now: a site's audit log, or the coordinator's deployments'.
-    """
+    """What Prometheus is told of a role: a collector of `prometheus_client`."""
 
     role: str
     health: Callable[[], Health]
+    # the logs that there are now: a site's audit log, or the coordinator's deployments'
     logs: Callable[[], Iterable[Path]]
     folder: Path
     _read: dict[Path, int] = field(default_factory=dict, init=False)
@@ -145,14 +142,8 @@ class _Handler(WSGIRequestHandler):
 
 
 def monitor_server(port: int, metrics: RoleMetrics) -> WSGIServer:
-    """A server of ``/healthz`` and ``/metrics`` for this machine alone; call ``serve_forever`` in a thread.
-
-    Args:
-        port: on 127.0.0.1; 0: any.
-
-    Raises:
-        UserError: the port is taken, or prometheus-client is not installed.
-    """
+    """A server of ``/healthz`` and ``/metrics`` for this machine alone; call ``serve_forever`` in a thread. UserError
+    if the port is taken, or prometheus-client is not installed. ``port``: on 127.0.0.1; 0: any."""
     prometheus = import_extra("prometheus_client", extra="monitoring", what=_WHAT)
     registry = prometheus.CollectorRegistry()
     registry.register(metrics)

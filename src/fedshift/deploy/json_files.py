@@ -1,10 +1,10 @@
-"""JSON files of a role: documents of its own as frozen models, what others write there, and a log of events."""
+"""JSON files of a role: documents as frozen models, what others write there, a log of events, and who takes part."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,11 +43,8 @@ def plain_object(path: Path) -> dict[str, Any]:
 
 
 def append_event(path: Path, event: Mapping[str, Any]) -> None:
-    """Add an event to a log, with the time. A log that is damaged gets another name, and a new one says so.
-
-    Raises:
-        OSError: the log cannot be written.
-    """
+    """Add an event to a log, with the time. A log that is damaged gets another name, and a new one says so. OSError if
+    the log cannot be written."""
     try:
         append_line(path, {"time": time.time(), **event})
     except FedshiftError as error:
@@ -67,3 +64,19 @@ def events_of(path: Path, since: int = 0) -> Iterator[dict[str, Any]]:
             yield {"what": "warning", "message": f"{path}, line {number} is damaged, and not read"}
     if has_damaged_end(path):
         yield {"what": "warning", "message": f"{path}: the last line is damaged, and not read"}
+
+
+CARDS = "cards.json"
+"""A file of a deployment: the card of each of its sites, written when its first run begins."""
+SEND_AGAIN = "delete it, and the sites send their cards again"
+
+
+def read_cards(folder: Path) -> dict[str, Any]:
+    """The content of the file, by site; empty if there is none. `site_cards.cards_of` parses it."""
+    return read_object(folder / CARDS, SEND_AGAIN, older=True)
+
+
+def members(folder: Path, sites: Sequence[str], drop: Collection[str]) -> list[str]:
+    """The sites of an experiment: those that it began with, since other sites would make it another experiment.
+    ``sites``: those of the project that are not revoked; an experiment that has not begun is for them."""
+    return [site for site in read_cards(folder) or sites if site not in drop]

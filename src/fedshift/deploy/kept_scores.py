@@ -25,19 +25,12 @@ _REMEDY = "delete it, and deploy again for an estimate"
 
 @dataclass(frozen=True)
 class KeptScores:
-    """What a run's last model says of a site's samples.
+    """What a run's last model says of a site's samples."""
 
-    Attributes:
-        scores: probabilities (n, classes).
-        labels: class numbers (n,).
-        threshold: of two classes, the score from which the second one is called.
-        looked_at: of some of the samples: as they are, first, and under changes.
-    """
-
-    scores: NDArray[Any]
-    labels: NDArray[np.int64]
-    threshold: float = 0.5
-    looked_at: tuple[Answers, ...] = ()
+    scores: NDArray[Any]  # probabilities (n, classes)
+    labels: NDArray[np.int64]  # class numbers (n,)
+    threshold: float = 0.5  # of two classes, the score from which the second one is called
+    looked_at: tuple[Answers, ...] = ()  # of some of the samples: as they are, first, and under changes
 
     @property
     def left_out(self) -> LeftOut:

@@ -10,7 +10,6 @@ import base64
 import datetime
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,20 +30,8 @@ if TYPE_CHECKING:
 _FORMAT = 1
 
 
-@dataclass(frozen=True)
-class Export:
-    """An export whose signature fits. ``digests``: of the lines that were signed. ``lines``: those in the file now."""
-
-    role: str
-    name: str
-    log: str
-    made: str
-    digests: Sequence[str]
-    lines: Sequence[str]
-
-
-class _Head(Frozen):
-    """The first line of an export, all but its signature being what was signed."""
+class Export(Frozen):
+    """The first line of an export, all but its signature being what was signed, and the lines behind it."""
 
     fedshift_log: Literal[1]
     role: str
@@ -54,6 +41,7 @@ class _Head(Frozen):
     digests: tuple[str, ...]
     certificate: str
     signature: Base64Bytes
+    lines: tuple[str, ...] = ()
 
     @property
     def moment(self) -> datetime.datetime:
@@ -67,12 +55,8 @@ class _Head(Frozen):
 def export_log(log: Path, kit: Kit, what: str, out: Path) -> int:
     """Write a signed copy of a log; return how many lines it has.
 
-    Args:
-        what: what the log is called in the export, such as ``audit`` or a deployment's name.
-
-    Raises:
-        UserError: there is no log, or the kit's key cannot be used.
-        FedshiftError: the log's own chain is broken.
+    UserError if there is no log, or the kit's key cannot be used; FedshiftError if the log's own chain is broken.
+    ``what``: what the log is called in the export, such as ``audit`` or a deployment's name.
     """
     from cryptography.hazmat.primitives import serialization
 
@@ -103,12 +87,9 @@ def export_log(log: Path, kit: Kit, what: str, out: Path) -> int:
 def read_export(file: Path, authority: Path) -> Export:
     """Read an export and check who signed it.
 
-    Args:
-        authority: the certificate of the project's authority (``rootCA.pem`` of any of its kits).
-
-    Raises:
-        UserError: a file cannot be read, or is something else.
-        FedshiftError: the signature does not fit, or is not by a kit of this authority.
+    UserError if a file cannot be read, or is something else; FedshiftError if the signature does not fit, or is not by
+    a kit of this authority. ``authority``: the certificate of the project's authority (``rootCA.pem`` of any of its
+    kits).
     """
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
@@ -119,7 +100,7 @@ def read_export(file: Path, authority: Path) -> Export:
         raise UserError(f"{authority} is no readable certificate: name rootCA.pem of a kit of the project") from None
     try:
         first, *lines = file.read_bytes().decode(errors="replace").split("\n")
-        head, signed = _Head.model_validate_json(first), json.loads(first)
+        head, signed = Export.model_validate_json(first), json.loads(first)
         moment, certificate = head.moment, x509.load_pem_x509_certificate(head.certificate.encode())
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
@@ -135,20 +116,17 @@ def read_export(file: Path, authority: Path) -> Export:
         raise FedshiftError(
             f"{file}: the signature of its first line does not fit: it was changed, or is not by a kit of this project"
         ) from None
-    role, name, log, made = map(one_line, (head.role, head.name, head.log, head.made))
-    if _owner(certificate) != name:
-        raise FedshiftError(f"{file}: says that it is by '{name}', and is signed by '{_owner(certificate)}'")
+    told = {name: one_line(getattr(head, name)) for name in ("role", "name", "log", "made")}
+    if _owner(certificate) != told["name"]:
+        raise FedshiftError(f"{file}: says that it is by '{told['name']}', and is signed by '{_owner(certificate)}'")
     if not certificate.not_valid_before_utc <= moment <= certificate.not_valid_after_utc:
-        raise FedshiftError(f"{file}: says that it was made at {made}, when its certificate was not valid")
-    return Export(role, name, log, made, head.digests, lines[:-1] if lines and not lines[-1] else lines)
+        raise FedshiftError(f"{file}: says that it was made at {told['made']}, when its certificate was not valid")
+    return head.model_copy(update={**told, "lines": tuple(lines[:-1] if lines and not lines[-1] else lines)})
 
 
 def first_difference(digests: Sequence[str], lines: Sequence[str], *, longer: bool = False) -> str | None:
-    """The first line that is not as it was signed, in words; None if there is none.
-
-    Args:
-        longer: whether lines may have been added at the end.
-    """
+    """The first line that is not as it was signed, in words; None if there is none. ``longer``: whether lines may have
+    been added at the end."""
     now = [digest_of(line) for line in lines]
     pairs = zip(now, digests, strict=False)
     at = next((number for number, (ours, signed) in enumerate(pairs) if ours != signed), min(len(now), len(digests)))

@@ -38,14 +38,8 @@ def proxy_address(url: str) -> tuple[str, int, dict[str, str]]:
 
 
 def proxy_for(host: str, setting: str | None) -> str | None:
-    """The proxy on the way to a host; None: there is none.
-
-    Args:
-        setting: of the site's file: an address, `ENVIRONMENT` or None.
-
-    Raises:
-        ValueError: the environment names something else than a proxy.
-    """
+    """The proxy on the way to a host; None: there is none. ValueError if the environment names something else than a
+    proxy. ``setting``: of the site's file: an address, `ENVIRONMENT` or None."""
     if setting != ENVIRONMENT:
         return setting
     address = urllib.request.getproxies_environment().get("https")

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from fedshift.deploy.chained_log import digest_of, lines_after
+from fedshift.deploy.chained_log import digest_of, lines_after, private
 from fedshift.errors import UserError
 from fedshift.extras import import_extra
 from fedshift.json_objects import read_object, write_object
@@ -44,7 +44,7 @@ class FileSink(_Sink):
     path: Path
 
     def send(self, line: str) -> None:
-        with open(self.path, "a", encoding="utf-8", opener=_private) as file:
+        with open(self.path, "a", encoding="utf-8", opener=private) as file:
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -146,19 +146,13 @@ Sink = Annotated[AnySink, Field(discriminator="kind")]
 
 @dataclass
 class Forwarder:
-    """Sends what is added to some logs to a sink.
-
-    Attributes:
-        logs: the logs that there are now, by name.
-        position_file: the file that remembers how far each log was sent.
-        say: is told when the sink fails, and when it works again.
-    """
+    """Sends what is added to some logs to a sink."""
 
     name: str
     sink: AnySink
-    logs: Callable[[], Mapping[str, Path]]
-    position_file: Path
-    say: Callable[[str], None]
+    logs: Callable[[], Mapping[str, Path]]  # the logs that there are now, by name
+    position_file: Path  # the file that remembers how far each log was sent
+    say: Callable[[str], None]  # is told when the sink fails, and when it works again
     _failing: bool = field(default=False, init=False)
 
     def run(self, stopping: threading.Event) -> None:
@@ -213,7 +207,3 @@ def _short(line: str) -> str:
     entry = json.loads(text)
     plain = {name: value for name, value in entry.items() if not isinstance(value, list | dict)}
     return json.dumps({**whole, "digest": digest_of(text), "short": plain})[:_MOST_OF_SYSLOG]
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from fedshift.deploy.chained_log import checked_lines, lines_of
-from fedshift.deploy.privacy.ledger import LEDGER, PrivacyLedger
-from fedshift.deploy.privacy.recovery import lost_records
+from fedshift.deploy.privacy.ledger import LEDGER, PrivacyLedger, lost_records
 from fedshift.deploy.remote.policy import RECOVERED, AuditLog, end_file
 from fedshift.deploy.secure.site_seals import KEPT
 from fedshift.deploy.site_file import SiteConfig, load_site
@@ -36,26 +35,17 @@ _CHAINED = {"audit.jsonl", LEDGER}
 
 @dataclass(frozen=True)
 class Restored:
-    """What came of a restore.
-
-    Attributes:
-        written: files that were put back.
-        kept: files that were there and stay.
-        counted: what counts as spent, in words; empty if nothing had to.
-    """
+    """What came of a restore."""
 
     config: SiteConfig
-    written: tuple[Path, ...]
-    kept: tuple[Path, ...]
-    counted: str
+    written: tuple[Path, ...]  # files that were put back
+    kept: tuple[Path, ...]  # files that were there and stay
+    counted: str  # what counts as spent, in words; empty if nothing had to
 
 
 def back_up(config: SiteConfig, out: Path) -> int:
     """Write a site's backup, encrypted if a key is set, while its service does not run; return how many files it holds.
-
-    Raises:
-        UserError: the site's records are not whole, or the backup cannot be written.
-    """
+    UserError if the site's records are not whole, or the backup cannot be written."""
     if lost := lost_records(config):
         raise UserError(lost[0])
     head = {"fedshift_backup": 1, "site": config.file.site, "made": time.time()}
@@ -76,12 +66,9 @@ def back_up(config: SiteConfig, out: Path) -> int:
 def restore(backup: Path, path: Path, newest: Path | None = None) -> Restored:
     """Put a site back. What is there and is not older stays.
 
-    Args:
-        newest: the newest copy of the audit log, where the site's own is lost: of a file sink, or a signed export.
-
-    Raises:
-        UserError: the backup is of another site or unreadable, or a copy is older than it.
-        FedshiftError: records are there that do not go on from the backup's, nor the backup's from them.
+    UserError if the backup is of another site or unreadable, or a copy is older than it; FedshiftError if records are
+    there that do not go on from the backup's, nor the backup's from them. ``newest``: the newest copy of the audit log,
+    where the site's own is lost: of a file sink, or a signed export.
     """
     files, site = _unpack(backup)
     if not path.exists():

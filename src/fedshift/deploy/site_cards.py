@@ -5,28 +5,36 @@ The coordinator trusts no number in a card.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field, PositiveFloat, RootModel, StringConstraints, field_validator, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    RootModel,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from fedshift.data.domain import Preprocessing, SparseRows
 from fedshift.data.tables import TableEncoding
 from fedshift.data.tasks.objective import objective_of
-from fedshift.deploy.members import CARDS, REMEDY, read_cards
+from fedshift.deploy.json_files import CARDS, SEND_AGAIN, read_stored
 from fedshift.deploy.remote.policy import CONFIDENCES, MOMENTS, Policy
 from fedshift.deploy.site_file import Holding
 from fedshift.digests import Damaged
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import UserError
 from fedshift.evaluation.estimate.input_sums import MOST_VALUES
 from fedshift.experiment.changed_samples import LARGEST
 from fedshift.experiment.environment import versions
 from fedshift.extras import import_extra
-from fedshift.federation.plain_values import Closed, Frozen, parse_json
+from fedshift.federation.plain_values import Closed, Frozen
+from fedshift.files import hold_lock
+from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
 from fedshift.json_objects import write_object
 
 MOST_SAMPLES = 50_000_000
@@ -106,16 +114,7 @@ class GivenPrivacy(Closed):
 
 
 class Card(Closed):
-    """One site: its versions, the form of its samples, its classes, how many samples it has.
-
-    Attributes:
-        rows: the numbers of training and held-out samples, by seed.
-        fixed_split: whether its data fix the test samples; then statistics are of the others.
-        unlabelled: whether it has no labels, or few; then rows without one train, as those of a target, and the others
-            measure.
-        only_source: whether it holds the few labels of another site, which train: it is no target.
-        privacy: its budget, if it has one.
-    """
+    """One site: its versions, the form of its samples, its classes, how many samples it has."""
 
     versions: Annotated[dict[Word, Word], Field(max_length=50)]
     shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=4)]
@@ -123,12 +122,13 @@ class Card(Closed):
     preprocessing: Preprocessing
     classes: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MOST_CLASSES)]
     samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
-    rows: dict[Word, tuple[Count, Count]]
+    rows: dict[Word, tuple[Count, Count]]  # the numbers of training and held-out samples, by seed
     given: Annotated[GivenMoments | GivenTable, Field(discriminator="kind")] | None
     grouped: bool
-    fixed_split: bool = False
+    fixed_split: bool = False  # whether its data fix the test samples; then statistics are of the others
+    # whether it has no labels, or few; then rows without one train, as those of a target, and the others measure
     unlabelled: bool = False
-    only_source: bool = False
+    only_source: bool = False  # whether it holds the few labels of another site, which train: it is no target
     fingerprint: Annotated[str, StringConstraints(min_length=1, max_length=100)]
     send: Annotated[tuple[Word, ...], Field(max_length=50)]
     secure: Literal["allowed", "required"] = "allowed"
@@ -137,7 +137,7 @@ class Card(Closed):
     colluders: Annotated[int, Field(ge=0, le=1000)] = 0
     device: Word
     threads: Annotated[int, Field(ge=1, le=2**20)]
-    privacy: GivenPrivacy | None = None
+    privacy: GivenPrivacy | None = None  # its budget, if it has one
 
     @field_validator("shape")
     @classmethod
@@ -270,9 +270,67 @@ def write_cards(folder: Path, cards: Mapping[str, Card]) -> None:
 
 def cards_of(folder: Path) -> dict[str, Card]:
     """The cards of a deployment's sites; empty if none were written."""
-    try:
-        return parse_json(_Cards, json.dumps(read_cards(folder)), "cards").root
-    except Damaged:
-        raise
-    except FedshiftError:
-        raise Damaged(folder / CARDS, REMEDY) from None
+    cards = read_stored(_Cards, folder / CARDS, SEND_AGAIN, older=True)
+    return {} if cards is None else cards.root
+
+
+SPENT = "spent.json"
+"""Beside the deployments of a coordinator."""
+_REMEDY = "restore it, or move it away: what sites told before of what they spent is then not known"
+
+
+class _SpentBefore(Closed):
+    """The content of the file: by site, the most steps of each kind that it ever told."""
+
+    sites: dict[str, Spent] = Field(default_factory=dict)
+
+
+def noted_spending(file: Path, budgets: Mapping[str, GivenPrivacy | None]) -> tuple[list[str], list[str]]:
+    """Note what sites have spent, and compare it with what they told before.
+
+    Returns warnings: the file is damaged, or a site had a budget and has none now. And a fault for each site that told
+    of more before: an older ledger was put in place of its newest one, and what it spent would be spent again.
+    """
+    with hold_lock(file.with_suffix(".lock")):
+        try:
+            before = read_stored(_SpentBefore, file, _REMEDY) or _SpentBefore()
+        except Damaged as error:
+            return [str(error)], []
+        warnings, faults, after = list[str](), list[str](), dict(before.sites)
+        for site, budget in budgets.items():
+            known = _steps(before.sites.get(site, ()))
+            if budget is None:
+                if known:
+                    warnings.append(
+                        f"site '{site}' told of a budget of privacy before and has none now: ask its people whether "
+                        "they know"
+                    )
+                continue
+            noisy_steps = _steps(budget.spent)
+            lacks = any(noisy_steps.get(kind, 0) < steps for kind, steps in known.items())
+            if lacks and (fault := _fault(site, budget, known, noisy_steps)) is not None:
+                faults.append(fault)
+            elif noisy_steps:  # what is lost may be counted as something else, which costs no less
+                after[site] = tuple((*kind, steps) for kind, steps in noisy_steps.items())
+        if after != before.sites:
+            write_object(file, _SpentBefore(sites=after).model_dump(mode="json"), private=True)
+        return warnings, faults
+
+
+def _steps(spent: Spent) -> dict[tuple[float, float], int]:
+    return {(float(noise), float(rate)): int(steps) for noise, rate, steps in spent}
+
+
+def _fault(site: str, budget: GivenPrivacy, known: Mapping[Any, int], told: Mapping[Any, int]) -> str | None:
+    epsilon, delta = budget.epsilon, budget.delta
+    before, now = (
+        adaptive_epsilon([NoisySteps(noise, rate, steps) for (noise, rate), steps in spent.items()], epsilon, delta)
+        for spent in (known, told)
+    )
+    if now >= before * (1 - 1e-9):
+        return None
+    return (
+        f"site '{site}' told before that it had spent ε = {before:.3g} of its budget of privacy, and now says "
+        f"{now:.3g}: its records were lost or put back from a backup; ask its people to put the newest ones back, or "
+        "to use fedshift site restore, which counts what is lost"
+    )

@@ -208,9 +208,8 @@ def _renumber(config: SiteConfig, data: DataSet, domain: Domain) -> tuple[Domain
 def file_stamp(options: Mapping[str, Any], folder: Path) -> str:
     """A digest that changes when a data file does.
 
-    Args:
-        options: the ``data`` section of SITE.yaml; names, sizes and times of the files below ``root``, ``sites``,
-            ``file`` and ``query`` count. Of databases only a file of SQLite counts.
+    ``options``: the ``data`` section of SITE.yaml; names, sizes and times of the files below ``root``, ``sites``,
+    ``file`` and ``query`` count. Of databases only a file of SQLite counts.
     """
     digest = hashlib.sha256()
     for path in _files_of([options.get(name) for name in ("root", "sites", "file", "query")], folder):

@@ -44,12 +44,8 @@ class SiteInputs:
         self._site, self._policy, self._budget = config.file.site, config.file.policy, config.file.privacy
 
     def give(self, asked: Asked[InputsRequest], holding: Holding) -> Message:
-        """Sums of the inputs of some samples here, in the encoding that is asked for.
-
-        Raises:
-            Refused: they may not leave.
-            FedshiftError: they cannot be made of these samples, or the encoding is of another table.
-        """
+        """Sums of the inputs of some samples here, in the encoding that is asked for. Refused if they may not leave;
+        FedshiftError if they cannot be made of these samples, or the encoding is of another table."""
         self._check()
         if self._policy.secure == "required":
             raise KindRefused(f"site '{self._site}' sends no sums of its inputs alone (rule policy.secure: required)")
@@ -110,11 +106,8 @@ class SiteInputs:
     def look(self, case: KeptScores, model: Scores, domain: Domain, rows: Rows, there: GivenInputs) -> KeptScores:
         """The same scores, with what the model says of some of the samples under changes.
 
-        Args:
-            there: sums of the inputs of the sites that trained.
-
-        Returns:
-            ``case`` itself if sums of inputs may not leave here, or the samples cannot be changed or compared.
+        Returns ``case`` itself if sums of inputs may not leave here, or the samples cannot be changed or compared.
+        ``there``: sums of the inputs of the sites that trained.
         """
         if MOMENTS not in self._policy.send or self._budget is not None:
             return case
@@ -133,11 +126,8 @@ class SiteInputs:
 
 
 def compare_inputs(model: Path, inputs: GivenInputs | None, holding: Holding, rows: Rows) -> dict[str, Any]:
-    """What a model says near samples here, and how far these are from sums of others' inputs.
-
-    Returns:
-        Arguments of `estimate_from_sums`; none where nothing can be compared.
-    """
+    """What a model says near samples here, and how far these are from sums of others' inputs. Returns arguments of
+    `estimate_from_sums`; none where nothing can be compared."""
     if inputs is None:
         return {}
     trained = load_model(model)

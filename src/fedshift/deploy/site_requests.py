@@ -12,8 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from fedshift.deploy.remote.policy import MASKED, SEALED, WEIGHTS, whole_number
-from fedshift.deploy.remote.replies import CallAnswer
-from fedshift.deploy.remote.requests import CallRequest, Hello, plain_name
+from fedshift.deploy.remote.requests import CallAnswer, CallRequest, Hello, plain_name
 from fedshift.deploy.remote.wire import Body, Message, Residuals, body_of, unseal
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused
@@ -36,10 +35,7 @@ _WEIGHTS = (".safetensors", ".npz")
 def check_files(site: str, options: BaseModel) -> None:
     """Check that the options of a request name nothing but files, or folders, of weights in ``FEDSHIFT_WEIGHTS``.
 
-    Otherwise a request could have the site open any file, or download one.
-
-    Raises:
-        Refused: an option names another file.
+    Otherwise a request could have the site open any file, or download one. Refused if an option names another file.
     """
     folder = os.environ.get("FEDSHIFT_WEIGHTS")
     for field, value in options:
@@ -139,8 +135,7 @@ def keep_answer(folder: Path, exchange: int, key: str, answer: Message) -> None:
 
     The file is not flushed, since its digest shows whether the answer is whole.
 
-    Raises:
-        UserError: the file cannot be written.
+    UserError if the file cannot be written.
     """
     file = _answer_file(folder, exchange, key)
     write_private(file.with_suffix(".safetensors"), answer.body, flush=False)

@@ -31,16 +31,17 @@ from fedshift.deploy.agreed_terms import AgreedTerms, asked_bounds, split_terms
 from fedshift.deploy.features_at_sites import check_text_towers, features_here
 from fedshift.deploy.kept_scores import KeptScores
 from fedshift.deploy.privacy.exposure import ExposureWatch
-from fedshift.deploy.privacy.few_rows import check_classes, check_few
 from fedshift.deploy.privacy.site_rules import SiteRules
+from fedshift.deploy.privacy.table_view import check_classes, check_few
 from fedshift.deploy.remote.policy import ACCURACY, AuditLog, TrainingBounds, sent_kinds
-from fedshift.deploy.remote.replies import CallAnswer, MeasureAnswer
 from fedshift.deploy.remote.requests import (
     Asked,
+    CallAnswer,
     CallRequest,
     EndRequest,
     EstimateRequest,
     Hello,
+    MeasureAnswer,
     MeasureRequest,
     PredictRequest,
     RunRequest,
@@ -50,9 +51,8 @@ from fedshift.deploy.remote.requests import (
 )
 from fedshift.deploy.remote.transport import Done, answer_of
 from fedshift.deploy.remote.wire import Message, body_of, error_answer, seal, unseal
-from fedshift.deploy.secure.site_estimate_sums import SiteEstimateSums
 from fedshift.deploy.secure.site_seals import Sealing, SiteSeals
-from fedshift.deploy.secure.site_sums import SiteSums, Summing, promised_masked, without_body
+from fedshift.deploy.secure.site_sums import SiteEstimateSums, SiteSums, Summing, promised_masked, without_body
 from fedshift.deploy.site_cards import card_of
 from fedshift.deploy.site_estimates import SiteEstimates, threshold_of
 from fedshift.deploy.site_file import SiteConfig, file_stamp, load_site, read_holding
@@ -106,18 +106,13 @@ def open_site(path: Path, *, in_service: bool = False) -> SiteProgram:
 
 @dataclass
 class Call:
-    """A request for a call, and what the checks before it find out.
-
-    Attributes:
-        samples: of the site, once its runner is known.
-        sealing: the request to seal the reply, if it is one.
-    """
+    """A request for a call, and what the checks before it find out."""
 
     asked: Asked[CallRequest]
     method: Method
     folder: Path
-    samples: int = 0
-    sealing: Sealing | None = None
+    samples: int = 0  # of the site, once its runner is known
+    sealing: Sealing | None = None  # the request to seal the reply, if it is one
 
     @property
     def request(self) -> CallRequest:
@@ -126,11 +121,8 @@ class Call:
 
 
 class SiteProgram:
-    """Answers a coordinator's requests at one site, for as long as a job lives.
-
-    Args:
-        in_service: whether what is printed goes to the log of the site's service, where its people read refusals.
-    """
+    """Answers a coordinator's requests at one site, for as long as a job lives. ``in_service``: whether what is printed
+    goes to the log of the site's service, where its people read refusals."""
 
     def __init__(self, config: SiteConfig, *, in_service: bool = False) -> None:
         self.config = config

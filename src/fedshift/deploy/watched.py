@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,9 @@ def deployment_status(folder: Path) -> Deployed | None:
     if answer.get("state", "waiting") in ("waiting", *ENDS) and wanted.get("request", 0) != answer.get("request", 0):
         answer = {"message": "for the coordinator to take it up"}  # what is said answers an earlier request
     state = str(answer.get("state", "waiting"))
-    events = list(_events(folder / "progress.jsonl"))
+    # a line that is cut, damaged or being written does not count
+    lines = filter(is_undamaged, text_at_end(folder / "progress.jsonl", _READ).split("\n"))
+    events: list[Mapping[str, Any]] = [json.loads(line) for line in lines]
     stopped, sites = "", tuple[SeenSite, ...]()
     with suppress(UserError):  # a deployment that was copied elsewhere has no kit
         kit = load_kit(folder.parents[1], "coordinator")
@@ -78,12 +80,6 @@ def deployment_status(folder: Path) -> Deployed | None:
         tuple(dict.fromkeys(reversed([text for event in events if (text := _warning(event))]))),
         int(begun[-1] or 0) if begun else 0,
     )
-
-
-def _events(file: Path) -> Iterator[Mapping[str, Any]]:
-    """The events at the end of a log, the oldest first. A line that is cut, damaged or being written does not count."""
-    for line in filter(is_undamaged, text_at_end(file, _READ).split("\n")):
-        yield json.loads(line)
 
 
 def _seen_site(site: str, events: list[Mapping[str, Any]]) -> SeenSite:

@@ -4,7 +4,7 @@ The classes of replies say the types and ranges that never change, and a method'
 rest follows from the request and the network: models look as the site was sent, as the network, or as those of most
 sites. A reply that holds anything else is refused, and its site counts as lost in this exchange.
 
-What only a message from another machine holds is checked in `fedshift.deploy.remote.replies`.
+What only a message from another machine holds is checked in `fedshift.deploy.remote.requests`.
 """
 
 from __future__ import annotations

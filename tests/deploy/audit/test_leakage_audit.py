@@ -13,10 +13,8 @@ import pytest
 from small import experiment, features, images, save
 
 import fedshift
-from fedshift.deploy.audit.cases import Case
-from fedshift.deploy.audit.gradient_search import Watcher
-from fedshift.deploy.audit.leakage import LeakageAudit, audit_leakage
-from fedshift.deploy.audit.picture import picture
+from fedshift.deploy.audit.attacks import Case, Watcher
+from fedshift.deploy.audit.leakage import LeakageAudit, audit_leakage, picture
 from fedshift.deploy.remote.policy import Policy
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse

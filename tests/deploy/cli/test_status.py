@@ -15,7 +15,7 @@ pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip instal
 
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.deployment_folder import Deployment
-from fedshift.deploy.flare.service_lock import only_service
+from fedshift.deploy.flare.service import only_service
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.json_objects import write_object
 

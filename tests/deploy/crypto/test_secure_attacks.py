@@ -16,10 +16,8 @@ from scipy.optimize import fsolve, least_squares
 from test_secure_protocol import Federation, seeds_of
 from torch import Tensor
 
-from fedshift.deploy.crypto import at_site
-from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.crypto.at_site import Revealed, SecureSite
-from fedshift.deploy.crypto.keys import KeyCard, signed_text
+from fedshift.deploy.crypto import masked_sums
+from fedshift.deploy.crypto.masked_sums import KeyCard, Revealed, SecureSite, SecureSum, signed_text
 from fedshift.errors import Refused
 from fedshift.experiment.fits.secure_sums import check_sums
 from fedshift.federation.secure.integer_sums import SMALLEST_ROSTER
@@ -114,7 +112,7 @@ def test_two_processes_of_a_site_do_not_answer_twice(
             assert not wait(second, timeout=0.3).done  # it does not end before this one has
         write_object(file, *arguments, **options)
 
-    monkeypatch.setattr(at_site, "write_object", slow)
+    monkeypatch.setattr(masked_sums, "write_object", slow)
     assert ask_once(site, 5)
     with pytest.raises(Refused, match=r"masks it only once|for other sites already"):
         second[0].result(timeout=10)

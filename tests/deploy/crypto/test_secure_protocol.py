@@ -18,10 +18,17 @@ pytest.importorskip("cryptography")
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedshift.deploy.crypto import at_site
-from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.crypto.at_site import Revealed, SecureSite, Upload
-from fedshift.deploy.crypto.keys import KeyCard, Order, PrivateKey, signed_text
+from fedshift.deploy.crypto import masked_sums
+from fedshift.deploy.crypto.masked_sums import (
+    KeyCard,
+    Order,
+    PrivateKey,
+    Revealed,
+    SecureSite,
+    SecureSum,
+    Upload,
+    signed_text,
+)
 from fedshift.functional.pairwise_masks import add_masks, unmask
 from fedshift.functional.secret_sharing import SHARE_BYTES
 
@@ -212,7 +219,7 @@ def test_the_attack_that_confirmations_stop_works_without_them(
     five: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the test above is about an attack that is real: the server gets the sum of two sites of five."""
-    monkeypatch.setattr(at_site.hmac, "compare_digest", lambda item, other: True)
+    monkeypatch.setattr(masked_sums.hmac, "compare_digest", lambda item, other: True)
     total = five.mask_all(five.order())
     told = {}
     for name, places in SETS_FOR_TWO.items():

@@ -18,7 +18,7 @@ from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.sfm.constants import Types
 from nvflare.fuel.f3.sfm.sfm_conn import SfmConnection
 
-from fedshift.deploy.flare.frames import PING, frame
+from fedshift.deploy.flare.drivers.shared_connection import PING, frame
 
 _MOST_BYTES = 64 << 20
 """Bytes that a flood sends at most."""

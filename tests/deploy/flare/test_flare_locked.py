@@ -48,7 +48,7 @@ from nvflare.private.fed.client.client_req_processors import ClientRequestProces
 from nvflare.private.fed.utils.app_authz import AppAuthzService
 from nvflare.security.security import EmptyAuthorizer, FLAuthorizer
 
-from fedshift.deploy.flare import frames
+from fedshift.deploy.flare.drivers import shared_connection
 from fedshift.deploy.flare.drivers.shared_connection import SharedConnection
 from fedshift.deploy.flare.kit_checks import check_launcher
 from fedshift.deploy.flare.launcher import LockedJobLauncher
@@ -338,7 +338,7 @@ def test_a_frame_that_is_too_large_is_refused_before_memory_is_reserved() -> Non
     from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo, Mode
     from nvflare.fuel.f3.drivers.socket_conn import SocketConnection
 
-    header = frames.frame(0, size=LARGEST_FRAME + 1)
+    header = shared_connection.frame(0, size=LARGEST_FRAME + 1)
     connector = ConnectorInfo("CH1", None, {}, Mode.ACTIVE, 0, 0, False, threading.Event())
 
     def read(kind: Any) -> None:
@@ -360,7 +360,7 @@ def test_a_connection_is_freed_by_the_thread_that_reads_from_it() -> None:
     from nvflare.fuel.f3.drivers.socket_conn import SocketConnection
 
     connector = ConnectorInfo("CH1", None, {}, Mode.ACTIVE, 0, 0, False, threading.Event())
-    frame = frames.frame(0, bytes(4))
+    frame = shared_connection.frame(0, bytes(4))
 
     def descriptor_after_close(kind: Any) -> int:
         """While the reader works on a frame; then the reader ends."""

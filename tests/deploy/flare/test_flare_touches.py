@@ -21,7 +21,7 @@ def test_nothing_else_of_flare_is_replaced_or_private() -> None:
     assert sum(touch.kind == "private" for touch in touches) <= 16
     assert {touch.file for touch in touches if touch.kind in ("private", "replaced")} == {
         "flare/drivers/guarded_tcp.py",
-        "flare/frames.py",
+        "flare/drivers/shared_connection.py",
         "flare/lockdown.py",
     }
 

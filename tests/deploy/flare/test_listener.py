@@ -26,8 +26,8 @@ from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo, Mode
 from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.sfm.prefix import Prefix
 
-from fedshift.deploy.flare import dialling, frames, roles
-from fedshift.deploy.flare.drivers import guarded_tcp
+from fedshift.deploy.flare import dialling, roles
+from fedshift.deploy.flare.drivers import guarded_tcp, shared_connection
 from fedshift.deploy.flare.provision import Provisioned
 from fedshift.deploy.flare.roles import free_port
 
@@ -766,7 +766,7 @@ class Dialling:
     def state_change(self, connection: Any) -> None:
         connection.register_frame_receiver(self)
         if connection.name in self.driver.connections and not connection.closing:
-            connection.send_frame(frames.frame(0, b"here"))
+            connection.send_frame(shared_connection.frame(0, b"here"))
 
     def process_frame(self, frame: Any) -> None:
         self.answers.append(bytes(frame))
@@ -792,7 +792,7 @@ def test_a_site_dials_until_the_coordinator_is_there_and_again_when_it_is_back(
         patch.setattr("test_listener.free_port", lambda: port)
         door = Listening(kits.coordinator)
     try:
-        assert eventually(lambda: site.answers == [frames.frame(0, b"here")])
+        assert eventually(lambda: site.answers == [shared_connection.frame(0, b"here")])
     finally:
         door.driver.shutdown()
     site.thread.join(SOON)  # FLARE calls connect again when it returns

@@ -21,7 +21,7 @@ pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip instal
 
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.kits import Kit, load_kit
-from fedshift.deploy.flare.service_lock import holder, only_service
+from fedshift.deploy.flare.service import holder, only_service
 
 MODULE = "fedshift.deploy.flare.service"
 
@@ -65,7 +65,7 @@ def test_a_number_that_another_process_has_now_is_no_service(kit: Kit) -> None:
 
 @pytest.mark.slow
 def test_only_one_service_has_the_lock_and_it_says_which(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedshift.deploy.flare.service_lock._SECONDS", 0.2)
+    monkeypatch.setattr("fedshift.deploy.flare.service._SECONDS", 0.2)
     with only_service(kit):
         assert holder(kit) == os.getpid()
         assert roles.status(kit).state == "starting", "it has said nothing yet"

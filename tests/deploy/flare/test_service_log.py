@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedshift.deploy.flare.service_log import EVENTS, RAW, ServiceLog
+from fedshift.deploy.flare.service import EVENTS, RAW, ServiceLog
 
 STAMP = "2026-11-26 00:00:38,785"
 FORM = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING|ERROR|CRITICAL) \S.*")
@@ -90,7 +90,7 @@ def test_what_is_an_event_of_what_flare_prints(line: str, event: str | None, tmp
 @pytest.mark.case("logs", "an error of FLARE's a thousand times: one event")
 def test_what_is_repeated_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("fedshift.deploy.flare.service_log.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedshift.deploy.flare.service.time.monotonic", lambda: now)
     log = ServiceLog(tmp_path)
     for number in range(1000):
         log.output(f"{STAMP} - conn_manager - ERROR - stream {number} failed")

@@ -20,15 +20,14 @@ from typer.testing import CliRunner
 
 from fedshift.cli.app import app
 from fedshift.deploy import site_backup
-from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
-from fedshift.deploy.privacy.recovery import lost_records
+from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger, lost_records
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.role_file import role_file
 from fedshift.deploy.sinks import FileSink, Forwarder
 from fedshift.deploy.site_backup import back_up, restore
+from fedshift.deploy.site_cards import noted_spending
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram
-from fedshift.deploy.spent_before import noted_spending
 from fedshift.encryption import write_private
 from fedshift.errors import FedshiftError, UserError
 

@@ -14,13 +14,11 @@ from test_site_budget import ASKED, lines, program, site_with_budget
 from typer.testing import CliRunner
 
 from fedshift.cli.app import app
-from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
-from fedshift.deploy.privacy.recovery import lost_records, recover_records
+from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger, lost_records, recover_records
 from fedshift.deploy.remote.policy import AuditLog, Policy, PrivacyBudget
-from fedshift.deploy.site_cards import GivenPrivacy
+from fedshift.deploy.site_cards import GivenPrivacy, noted_spending
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram
-from fedshift.deploy.spent_before import noted_spending
 from fedshift.encryption import write_private
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.functional.differential_privacy import NoisySteps

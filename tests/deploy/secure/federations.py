@@ -15,10 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 from loopback import Loopback, deploy, options_of, simulate
 
-from fedshift.deploy.crypto.keys import KeyAnswer, KeyCard
-from fedshift.deploy.remote.orders import key_entry
-from fedshift.deploy.remote.replies import CallAnswer
-from fedshift.deploy.remote.requests import CallRequest, request_key
+from fedshift.deploy.crypto.masked_sums import KeyAnswer, KeyCard
+from fedshift.deploy.remote.requests import CallAnswer, CallRequest, request_key
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.secure.identity import signing
@@ -46,7 +44,7 @@ def key_card(site: str, answer: Mapping[str, Any]) -> KeyCard:
 
 def card_entry(card: KeyCard) -> list[str]:
     """A card as a message holds it."""
-    entry: list[str] = KeyAnswer(card=key_entry(card)).model_dump(mode="json")["card"]
+    entry: list[str] = KeyAnswer(card=card.entry).model_dump(mode="json")["card"]
     return entry
 
 
@@ -150,7 +148,7 @@ def box_of(
         plain: what is in it instead.
     """
     models = {"": value} if isinstance(value, Weights) else value
-    from fedshift.deploy.crypto.sealing import seal_for  # needs a newer cryptography than the other tests here
+    from fedshift.deploy.secure.site_seals import seal_for  # needs a newer cryptography than the other tests here
 
     told, sealed = seal_for(keys, plain or body_of({passage.field: value}).data, passage, contents or models)
     signature = key_of(signer or passage.sender).sign(Box.text_to_sign(passage, told, sealed), *signing())

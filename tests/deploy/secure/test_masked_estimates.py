@@ -20,12 +20,12 @@ from test_fourth_site import PROTOCOL, SEND, samples
 from test_secure_deployments import fingerprints
 
 from fedshift.deploy import estimates
-from fedshift.deploy.crypto.keys import KeyCard
+from fedshift.deploy.crypto.masked_sums import KeyCard
 from fedshift.deploy.privacy.ledger import LEDGER
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.remote.requests import EstimateRequest
 from fedshift.deploy.remote.wire import body_of, seal, unseal
-from fedshift.deploy.secure.site_estimate_sums import SiteEstimateSums
+from fedshift.deploy.secure.site_sums import SiteEstimateSums
 from fedshift.deploy.site_estimates import SiteEstimates
 from fedshift.errors import FedshiftError
 from fedshift.evaluation.estimate.input_sums import Moments

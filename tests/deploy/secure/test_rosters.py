@@ -23,12 +23,12 @@ from test_private_sums import PRIVATE, federation_with_budget
 from test_secure_deployments import FIVE, between, losing
 from test_secure_site import ENVELOPE, START, Coordinator
 
-from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.members import CARDS
+from fedshift.deploy.crypto.masked_sums import SecureSum
+from fedshift.deploy.json_files import CARDS
 from fedshift.deploy.remote.orders import order_in, revealed_of, upload_of
 from fedshift.deploy.remote.policy import AuditLog, Policy
 from fedshift.deploy.remote.wire import body_of
-from fedshift.deploy.secure.rosters import ROSTERS, Rosters
+from fedshift.deploy.secure.site_sums import ROSTERS, Rosters
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.federation.secure.integer_sums import threshold
 from fedshift.functional.fixed_point import from_fixed
@@ -262,10 +262,10 @@ def test_the_record_is_on_the_disk_before_anything_masked_leaves(tmp_path: Path)
 @pytest.mark.parametrize(
     "dies_in",
     [
-        ("fedshift.deploy.secure.rosters", "flush_folder"),
-        ("fedshift.deploy.crypto.at_site", "write_private"),
-        ("fedshift.deploy.crypto.at_site", "write_bytes"),
-        ("fedshift.deploy.crypto.at_site", "write_object"),
+        ("fedshift.deploy.secure.site_sums", "flush_folder"),
+        ("fedshift.deploy.crypto.masked_sums", "write_private"),
+        ("fedshift.deploy.crypto.masked_sums", "write_bytes"),
+        ("fedshift.deploy.crypto.masked_sums", "write_object"),
         ("fedshift.deploy.site_server", "keep_answer"),
         ("fedshift.deploy.site_server", "AuditLog.append"),
     ],

@@ -17,12 +17,11 @@ from cryptography.hazmat.primitives import serialization
 from federations import box_of, card_entry, certificate_of, key_of
 from sealed import COPA, SHOT, between, run
 
-from fedshift.deploy.crypto.keys import KeyCard
-from fedshift.deploy.crypto.sealing import SealingKey, key_text
+from fedshift.deploy.crypto.masked_sums import KeyCard
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.secure.identity import signing
-from fedshift.deploy.secure.site_seals import _is_of
+from fedshift.deploy.secure.site_seals import SealingKey, _is_of, key_text
 from fedshift.federation.messages import Sealed
 from fedshift.federation.secure.closed import Box, Package, Passage
 from fedshift.weights import Weights

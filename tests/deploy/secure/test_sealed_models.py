@@ -19,12 +19,12 @@ from federations import Between, Meddle, Request, box_of, card_entry, certificat
 from sealed import KD3A as KD3A_OPTIONS
 from sealed import SOURCES, between, options, run
 
-from fedshift.deploy.crypto.keys import KeyCard
-from fedshift.deploy.crypto.sealing import SealingKey, key_text
+from fedshift.deploy.crypto.masked_sums import KeyCard
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.secure.identity import signing
+from fedshift.deploy.secure.site_seals import SealingKey, key_text
 from fedshift.encryption import write_private
 from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Sealed

@@ -13,7 +13,7 @@ from federations import FOUR, call_request, layout_of
 from loopback import SETTING
 from test_secure_site import ENVELOPE, START, Coordinator
 
-from fedshift.deploy.crypto.at_server import SecureSum
+from fedshift.deploy.crypto.masked_sums import SecureSum
 from fedshift.deploy.remote.orders import order_in, upload_of
 from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.remote.wire import body_of

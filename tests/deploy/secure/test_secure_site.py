@@ -18,8 +18,7 @@ pytest.importorskip("cryptography")
 from cryptography.hazmat.primitives import serialization
 from federations import FOUR, call_request, certificate_of, key_card, key_of, layout_of, write_kits
 
-from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.crypto.keys import KeyCard, Order, signed_text
+from fedshift.deploy.crypto.masked_sums import KeyCard, Order, SecureSum, signed_text
 from fedshift.deploy.remote.orders import (
     confirmed_of,
     order_asked,

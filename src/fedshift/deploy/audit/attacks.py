@@ -1,4 +1,8 @@
-"""Gradient-leakage attacks on a site or a sum of sites: searches, inversion of the first layer, measures of success."""
+"""Gradient-leakage attacks on a site or a sum of sites: searches, inversion of the first layer, measures of success.
+
+Zhu, Liu, Han: Deep Leakage from Gradients. NeurIPS 2019. Geiping, Bauermeister, Dröge, Moeller: Inverting Gradients.
+NeurIPS 2020.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,20 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch import Tensor, nn
 
-from fedshift.data.domain import DataSet
-from fedshift.deploy.audit.cases import Case
-from fedshift.deploy.audit.gradient_search import Attack, Attacked, Attempt, Exchange, Search, Sent, Space, Watcher
+from fedshift.data.domain import DataSet, Preprocessing
+from fedshift.data.transforms import normalise
+from fedshift.extras import compiler_comes_later
 from fedshift.federation.messages import Update
 from fedshift.federation.private_training import gradients_of, per_sample_gradients
 from fedshift.federation.randomness import generator
@@ -27,6 +35,270 @@ from fedshift.functional.differential_privacy import clipped_sum, gaussian
 from fedshift.models.network import Network, rate_factors
 from fedshift.models.wide import WideLinear
 from fedshift.weights import Weights
+
+Exchange = Literal["batch", "epoch"]
+"""What the site sent: the gradient of a mini-batch, or the model after an epoch."""
+Search = Literal["l2", "cosine"]
+"""The distance between gradients: squared (Zhu et al.) or cosine (Geiping et al.)."""
+Attack = Literal[Search, "analytic"]
+"""A search, or inversion of the first layer."""
+
+_STEP = 0.1
+_VARIATION = 1e-2
+_FALLS = (3 / 8, 5 / 8, 7 / 8)
+"""Adam's step, the weight of total variation, and the shares of the search at which the step falls to a tenth
+(Geiping et al.)."""
+_LBFGS_STEPS = 20
+_HISTORY = 100
+"""Iterations of L-BFGS per call, and the length of its history (Zhu et al.)."""
+_SPREAD = 1 / 3
+"""Standard deviation of the noise that an attack on images starts from, around mid-grey, for pixels in [0, 1]."""
+
+
+class Watcher:
+    """Reports the progress of an audit. This one does nothing; the command line draws a bar."""
+
+    def begin(self, evaluations: int) -> None:
+        """An audit begins; it evaluates a gradient so many times."""
+
+    def case(self, title: str) -> None:
+        """An attack begins."""
+
+    def advance(self, number: int) -> None:
+        """So many further evaluations are done."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one site sent, or the mean of what several did, as the attacker reads it."""
+
+    exchange: Exchange  # what kind of exchange it was
+    gradient: list[Tensor]  # the gradient of a mean loss, by parameter
+    steps: int  # optimiser steps behind it
+    # inputs and labels of the mini-batches behind it; None if all samples of the sites are
+    batch: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """What the attacker knows: the network in training mode, its trained parameters, and of the samples behind the
+    gradient the number (``size``), the shape and the number of classes; and the ``shares`` of the sites in a mean, each
+    with an equal part of these samples in mini-batches of its own.
+    """
+
+    network: Network
+    trained: Sequence[nn.Parameter]
+    space: Space
+    size: int
+    shape: tuple[int, ...]
+    classes: int
+    device: torch.device
+    shares: tuple[float, ...] = (1.0,)
+
+
+class Attempt:
+    """One search, which starts from noise. It keeps the samples, logits and distance of its best evaluation.
+    ``labels``: labels of the samples; None to search for them, too."""
+
+    def __init__(
+        self,
+        attacked: Attacked,
+        attack: Search,
+        sent: Sent,
+        labels: list[int] | None,
+        draws: torch.Generator,
+        iterations: int,
+        watcher: Watcher,
+    ) -> None:
+        self._attacked, self._attack, self._sent, self._watcher = attacked, attack, sent, watcher
+        noise = torch.randn(attacked.size, *attacked.shape, generator=draws)
+        self._dummies = noise.to(attacked.device).requires_grad_()
+        self._labels: Tensor | None = None
+        if labels is None:
+            self._logits = torch.randn(attacked.size, attacked.classes, generator=draws).to(attacked.device)
+            self._free = [self._dummies, self._logits.requires_grad_()]
+        else:
+            self._labels = torch.tensor(labels, device=attacked.device)
+            self._logits = F.one_hot(self._labels, attacked.classes).float()
+            self._free = [self._dummies]
+        self._left = iterations
+        self._last = 0.0
+        self.distance = math.inf
+        self.dummies, self.logits = self._dummies.detach().clone(), self._logits.detach().clone()
+
+    def run(self) -> None:
+        """Search until the evaluations are used up or the search makes no progress."""
+        compiler_comes_later()
+        if self._attack == "l2":
+            self._lbfgs()
+        else:
+            self._signed_adam()
+        self._watcher.advance(self._left)
+
+    def _lbfgs(self) -> None:
+        """Zhu et al.: L-BFGS without a line search."""
+        optimizer = torch.optim.LBFGS(self._free, history_size=_HISTORY, tolerance_grad=0, tolerance_change=0)
+        while self._left > 0 and math.isfinite(self._last):
+            steps = min(_LBFGS_STEPS, self._left)
+            optimizer.param_groups[0].update(max_iter=steps, max_eval=steps)
+            before = self._left
+            optimizer.step(self._evaluate)  # type: ignore[no-untyped-call]
+            if steps > 1 and before - self._left == 1:  # it finds no descent direction
+                return
+
+    def _signed_adam(self) -> None:
+        """Geiping et al.: Adam on the sign of the gradient, with smaller steps at the end. Pixels stay in range."""
+        optimizer = torch.optim.Adam(self._free, lr=_STEP)
+        falls = [max(1, round(share * self._left)) for share in _FALLS]
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, falls)
+        while self._left > 0:
+            self._evaluate()
+            if not math.isfinite(self._last):
+                return
+            for tensor in self._free:
+                assert tensor.grad is not None
+                tensor.grad.sign_()
+            optimizer.step()
+            schedule.step()
+            self._attacked.space.clamp_(self._dummies)
+
+    def _evaluate(self) -> Tensor:
+        """The distance at the current samples. Its gradient goes to their ``grad``."""
+        attacked = self._attacked
+        targets = self._logits.softmax(1) if self._labels is None else self._labels
+        inputs, sites = attacked.space.inputs(self._dummies), len(attacked.shares)
+        parts = zip(attacked.shares, inputs.chunk(sites), targets.chunk(sites), strict=True)
+        loss = torch.stack([share * F.cross_entropy(attacked.network(part), of) for share, part, of in parts]).sum()
+        gradient = torch.autograd.grad(loss, attacked.trained, create_graph=True, materialize_grads=True)
+        if self._attack == "l2":
+            distance = leakage.squared_distance(gradient, self._sent.gradient)
+        else:
+            distance = leakage.cosine_distance(gradient, self._sent.gradient)
+            if attacked.space.images:
+                distance = distance + _VARIATION * leakage.total_variation(self._dummies)
+        for tensor, part in zip(
+            self._free, torch.autograd.grad(distance, self._free, materialize_grads=True), strict=True
+        ):
+            tensor.grad = part
+        self._last = float(distance.detach())
+        if self._last < self.distance:
+            self.distance = self._last
+            self.dummies, self.logits = self._dummies.detach().clone(), self._logits.detach().clone()
+        self._left -= 1
+        self._watcher.advance(1)
+        return distance.detach()
+
+
+class Space:
+    """The space of a search: for images, deviations from mid-grey; for vectors, the network's own inputs."""
+
+    def __init__(self, preprocessing: Preprocessing, shape: tuple[int, ...], device: torch.device) -> None:
+        self.preprocessing, self.images = preprocessing, len(shape) == 3
+        self._shift = normalise(torch.zeros(1, *shape, device=device), preprocessing)
+        self._scale = normalise(torch.ones(1, *shape, device=device), preprocessing) - self._shift
+
+    def inputs(self, dummies: Tensor) -> Tensor:
+        """What the network reads."""
+        return normalise(0.5 + _SPREAD * dummies, self.preprocessing) if self.images else dummies
+
+    def clamp_(self, dummies: Tensor) -> None:
+        """Clamp pixels to [0, 1]. The range of vectors is not known."""
+        if self.images:
+            dummies.detach().clamp_(-0.5 / _SPREAD, 0.5 / _SPREAD)
+
+    def comparable(self, inputs: Tensor) -> Tensor:
+        """What is compared: pixels in [0, 1], or vectors as the network reads them."""
+        inputs = inputs.detach()
+        return ((inputs - self._shift) / self._scale).clamp(0, 1) if self.images else inputs
+
+
+_LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Case:
+    """The result of one attack on one exchange of a site, or on the sum that secure aggregation shows of several.
+
+    Each reconstruction is compared with the original that it resembles most, no original twice: of the mini-batches, or
+    of all training samples for an epoch. Pixels are in [0, 1], features as the network reads them.
+    """
+
+    exchange: Exchange
+    attack: Attack
+    sites: int  # how many sites are in the sum; 1 for what a single site sent
+    batch: int  # samples in a mini-batch of a site
+    steps: int  # optimiser steps behind what was sent, of all sites together; 0 for gradients
+    distance: float | None  # the lowest distance between the gradients that a search reached
+    mse: tuple[float, ...]  # mean squared error of each reconstruction
+    psnr: tuple[float, ...] | None  # peak signal-to-noise ratio of each reconstruction in dB; None for feature vectors
+    ssim: tuple[float, ...] | None  # structural similarity of each reconstruction; None for feature vectors
+    correlation: tuple[float, ...] | None  # correlation of each reconstruction; None for images
+    # what the sites' mean sample scores in place of every reconstruction; likewise the other ``guess_…``
+    guess_mse: float
+    guess_psnr: float | None
+    guess_ssim: float | None
+    guess_correlation: float | None
+    labels: tuple[str, ...]  # labels of the originals, in the order of the reconstructions
+    inferred: tuple[str, ...]  # labels that the attacker inferred
+    labels_by: str
+    # how many labels of the batch are right; None if more samples were behind what was sent than the attacker
+    # reconstructs
+    labels_right: int | None
+    seconds: float
+    originals: npt.NDArray[np.float32] = field(repr=False)  # the originals, of the first repeat
+    reconstructions: npt.NDArray[np.float32] = field(repr=False)  # the reconstructions, of the first repeat
+    repeats: int = 1  # how many times the sites sent something else, and it was attacked
+    # of the mean SSIM or correlation, 95 % bounds over the repeats (Student's t); None without repeats
+    bounds: tuple[float, float] | None = None
+
+    @property
+    def likeness(self) -> tuple[float, ...]:
+        """SSIM of images, correlation of vectors."""
+        likeness = self.correlation if self.ssim is None else self.ssim
+        assert likeness is not None
+        return likeness
+
+    def record(self) -> dict[str, Any]:
+        """Plain data without the samples. Infinite numbers, such as the PSNR of an exact copy, are None."""
+        return {key: _plain(value) for key, value in vars(self).items() if key not in ("originals", "reconstructions")}
+
+
+def together(repeats: Sequence[Case]) -> Case:
+    """One case of several of the same attack: all reconstructions, and how sure their mean likeness is.
+
+    Reconstructions of one repeat are not independent, so the bounds are those of the means of the repeats.
+    """
+    first = repeats[0]
+    if len(repeats) == 1:
+        return first
+    joined: dict[str, Any] = {}
+    for name in ("mse", "psnr", "ssim", "correlation", "labels", "inferred"):
+        if getattr(first, name) is not None:
+            joined[name] = tuple(value for case in repeats for value in getattr(case, name))
+    for name in ("guess_mse", "guess_psnr", "guess_ssim", "guess_correlation"):
+        if getattr(first, name) is not None:
+            joined[name] = fmean(getattr(case, name) for case in repeats)
+    right = [case.labels_right for case in repeats if case.labels_right is not None]
+    distances = [case.distance for case in repeats if case.distance is not None]
+    means = [fmean(case.likeness) for case in repeats]
+    half = float(stats.t.ppf((1 + _LEVEL) / 2, len(means) - 1) * stats.sem(means))
+    return replace(
+        first,
+        **joined,
+        distance=fmean(distances) if distances else None,
+        labels_right=sum(right) if right else None,
+        seconds=sum(case.seconds for case in repeats),
+        repeats=len(repeats),
+        bounds=(fmean(means) - half, fmean(means) + half),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A value for JSON: tuples as lists, and None for infinite numbers and NaN."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
 
 _AT_ONCE = 256  # samples that are compared at a time
 
@@ -42,11 +314,8 @@ class _Found:
 
 
 class Attacker:
-    """Attacks at one size of mini-batch: on what a site sends, or on the sum of what several send.
-
-    Args:
-        size: samples in a mini-batch of a site.
-    """
+    """Attacks at one size of mini-batch: on what a site sends, or on the sum of what several send. ``size``: samples in
+    a mini-batch of a site."""
 
     def __init__(
         self, sites: Sequence[Site], data: DataSet, size: int, iterations: int, starts: int, watcher: Watcher

@@ -49,25 +49,15 @@ _WIDEST = 2000
 
 @dataclass(frozen=True)
 class CraftedCase:
-    """What a crafted network read off one answer of a site.
+    """What a crafted network read off one answer of a site."""
 
-    Attributes:
-        network: the network, of the experiment or of the coordinator's choice.
-        chosen: whether it is of the coordinator's choice.
-        layout: how its first layer was crafted.
-        samples: training samples of the site.
-        read: how many of them the answer shows, if it leaves.
-        exposure: the score that the site's check gives the answer.
-        refused: the rule of the site's policy that keeps the answer; None if it leaves.
-    """
-
-    network: dict[str, Any]
-    chosen: bool
-    layout: Layout
-    samples: int
-    read: int
-    exposure: float
-    refused: str | None
+    network: dict[str, Any]  # the network, of the experiment or of the coordinator's choice
+    chosen: bool  # whether it is of the coordinator's choice
+    layout: Layout  # how its first layer was crafted
+    samples: int  # training samples of the site
+    read: int  # how many of them the answer shows, if it leaves
+    exposure: float  # the score that the site's check gives the answer
+    refused: str | None  # the rule of the site's policy that keeps the answer; None if it leaves
 
     def record(self) -> dict[str, Any]:
         """Plain data."""
@@ -79,11 +69,9 @@ def crafted_cases(
 ) -> Iterator[CraftedCase]:
     """Attack a site with the experiment's network, if it can be crafted, and with a wide one.
 
-    The coordinator also chooses the training: one step on all samples. Where the experiment's network begins with
-    other layers than fully connected ones, only the wide network is tried.
-
-    Args:
-        others: samples of other sites, from which the attacker takes thresholds.
+    The coordinator also chooses the training: one step on all samples. Where the experiment's network begins with other
+    layers than fully connected ones, only the wide network is tried. ``others``: samples of other sites, from which the
+    attacker takes thresholds.
     """
     wide = Mlp(hidden=(min(_WIDEST, max(64, 8 * view.samples)),))
     rows = torch.linspace(0, others.samples - 1, min(others.samples, _KNOWN)).long()
@@ -131,15 +119,11 @@ def _try_network(
 
 
 def craft(network: Network, known: Tensor, expected: int, layout: Layout, generator: torch.Generator) -> Weights:
-    """Weights for ``network`` whose update shows single samples.
+    """Weights for ``network`` whose update shows single samples. UserError if the network is built otherwise.
 
-    Args:
-        network: a chain of fully connected layers with ReLU, such as `mlp` without BatchNorm.
-        known: (n, …), samples like those of the site, from which the attacker takes thresholds: public ones, or noise
-            of the mean and deviation that a site told.
-
-    Raises:
-        UserError: the network is built otherwise.
+    ``network``: a chain of fully connected layers with ReLU, such as `mlp` without BatchNorm; ``known``: (n, …),
+    samples like those of the site, from which the attacker takes thresholds: public ones, or noise of the mean and
+    deviation that a site told.
     """
     layers = fully_connected(network)
     with torch.no_grad():

@@ -10,6 +10,7 @@ that fails proves nothing about better attacks.
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fedshift.data.domain import DataSet
 from fedshift.data.site_data import SiteData, batches_per_epoch
-from fedshift.deploy.audit.attacks import Attacker, seen_by_attacker
-from fedshift.deploy.audit.cases import Case, together
+from fedshift.deploy.audit.attacks import Attacker, Case, Exchange, Search, Watcher, seen_by_attacker, together
 from fedshift.deploy.audit.crafted import CraftedCase, crafted_cases
-from fedshift.deploy.audit.gradient_search import Exchange, Search, Watcher
 from fedshift.deploy.remote.policy import Policy
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.experiment import Experiment
@@ -40,6 +40,7 @@ from fedshift.federation.site_memory import SiteMemory
 from fedshift.methods.base import reads_of
 from fedshift.methods.composition.options import training_of
 from fedshift.models.network import Network
+from fedshift.report.plots import INK, PAPER
 
 EXCHANGES: tuple[Exchange, ...] = ("batch", "epoch")
 ATTACKS: dict[str, tuple[Search, ...]] = {"l2": ("l2",), "cosine": ("cosine",), "both": ("l2", "cosine")}
@@ -102,7 +103,8 @@ def audit_leakage(
     Under ``training.privacy`` the gradient and the epoch are clipped and noisy, with the noise of the experiment's own
     size of mini-batch. The site is also sent crafted networks (`crafted`), whose answers its policy may refuse.
 
-    A network that begins with a fully connected layer is also inverted analytically, at mini-batches of 1.
+    A network that begins with a fully connected layer is also inverted analytically, at mini-batches of 1. UserError if
+    the site or attack is unknown, the site or network cannot make a mini-batch of that size, or the model does not fit.
 
     Args:
         site: name of a source; None means the first one.
@@ -113,10 +115,6 @@ def audit_leakage(
         repeats: how many times sites send other mini-batches, and epochs in another order, with other noise.
         model: folder of a run whose weights are attacked; None means the initial weights.
         policy: the site's, under which a coordinator sends crafted networks; None means the default one.
-
-    Raises:
-        UserError: the site or attack is unknown, the site or network cannot make a mini-batch of that size, or the
-            model does not fit.
     """
     began, worked = time.perf_counter(), time.process_time()
     watcher = watcher or Watcher()
@@ -284,3 +282,52 @@ def _notes_on_sums(experiment: Experiment, sizes: Sequence[int], views: Mapping[
     for method in experiment.methods:
         if reads_of(method) != "sums" and not method.traits.pooled:
             yield f"{method.display} cannot run with aggregation: secure: its server sees what single sites send"
+
+
+_MOST = 8
+_TITLES = {"batch": "gradient of one mini-batch", "epoch": "model after one epoch"}
+
+
+def picture(cases: Sequence[Case]) -> bytes:
+    """A PNG with a row for each size and attack, a column for each exchange and number of sites in the sum.
+
+    Each place shows 8 originals above their reconstructions.
+    """
+    from matplotlib.figure import Figure
+
+    rows = list(dict.fromkeys((case.batch, case.attack) for case in cases))
+    columns = list(dict.fromkeys((exchange, case.sites) for exchange in EXCHANGES for case in cases))
+    places = {(case.batch, case.attack, case.exchange, case.sites): case for case in cases}
+    figure = Figure(figsize=(5.5 * len(columns), 0.6 + 1.6 * len(rows)), layout="constrained", facecolor=PAPER)
+    every = figure.subplots(len(rows), len(columns), squeeze=False)
+    for axes, (size, attack, exchange, sites) in zip(
+        every.flat, [(*row, *column) for row in rows for column in columns], strict=True
+    ):
+        axes.set_axis_off()
+        case = places.get((size, attack, exchange, sites))
+        if case is None:
+            continue
+        axes.imshow(_mosaic(case), vmin=0, vmax=1, cmap="gray", interpolation="nearest")
+        assert case.ssim is not None
+        score = sum(case.ssim) / len(case.ssim)
+        of = f", sum of {sites} sites" if sites > 1 else ""
+        title = f"{_TITLES[exchange]}{of}, size {size}, {attack}: SSIM {score:.2f}"
+        axes.set_title(title, fontsize=8, color=INK, loc="left")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _mosaic(case: Case) -> npt.NDArray[np.float32]:
+    """Two rows of up to 8 images with white lines between them: (h, w) grey, or (h, w, 3)."""
+    lines = []
+    for images in (case.originals, case.reconstructions):
+        shown = images[:_MOST].transpose(0, 2, 3, 1)
+        if shown.shape[3] != 3:  # grey, or channels that are not colours
+            shown = shown.mean(axis=3, keepdims=True)
+        # Every picture is as wide as eight images, so that all have the same scale.
+        blank = np.ones((_MOST - len(shown), *shown.shape[1:]), dtype=np.float32)
+        framed = np.pad(np.concatenate([shown, blank]), ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=1)
+        lines.append(np.concatenate(list(framed), axis=1))
+    whole = np.concatenate(lines, axis=0)
+    return whole if whole.shape[2] == 3 else whole[:, :, 0]

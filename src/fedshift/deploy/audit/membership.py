@@ -54,54 +54,34 @@ FEWEST_SHADOWS = 4
 
 @dataclass(frozen=True)
 class AtRate:
-    """What an attack finds at a rate of false positives that the other trainings' scores set.
+    """What an attack finds at a rate of false positives that the other trainings' scores set."""
 
-    Attributes:
-        rate: the share of the others that may be taken for members.
-        false: how many were.
-        others: of how many.
-        caught: how many members were found.
-        members: of how many.
-        low: lower 95 % bound of the share of members that is found (Clopper and Pearson), two-sided.
-        high: its upper bound.
-    """
-
-    rate: float
-    false: int
-    others: int
-    caught: int
-    members: int
-    low: float
-    high: float
+    rate: float  # the share of the others that may be taken for members
+    false: int  # how many were
+    others: int  # of how many
+    caught: int  # how many members were found
+    members: int  # of how many
+    low: float  # lower 95 % bound of the share of members that is found (Clopper and Pearson), two-sided
+    high: float  # its upper bound
 
 
 @dataclass(frozen=True)
 class MembershipAttack:
-    """How well one attack guesses.
+    """How well one attack guesses."""
 
-    Attributes:
-        name: ``loss``: the lower the loss, the likelier a member (Yeom et al., CSF 2018). ``calibrated``: the same
-            less the mean over the other trainings, which says how hard a sample is (Watson et al., ICLR 2022).
-            ``likelihood``: `likelihood_ratios` (LiRA, Carlini et al., IEEE S&P 2022). The first half of the trainings
-            are shadow models, and the others are attacked: scores that depended on coins which are guessed would make
-            the bounds wrong. Left out with fewer shadow models than `FEWEST_SHADOWS`.
-        guesses: how many coins were guessed: of each training the fifth with the highest scores, and the lowest.
-        right: how many of them rightly.
-        low: lower 95 % bound of the share that is right (Clopper and Pearson), two-sided.
-        high: its upper bound.
-        auc: area under the curve of all samples' scores, the mean over the trainings; 50 is a guess.
-        epsilon: ε is at least this, with 95 % confidence (one-sided), for δ = 0.
-        at_rates: what it finds at low rates of false positives.
-    """
-
+    # ``loss``: the lower the loss, the likelier a member (Yeom et al., CSF 2018). ``calibrated``: the same less the
+    # mean over the other trainings, which says how hard a sample is (Watson et al., ICLR 2022). ``likelihood``:
+    # `likelihood_ratios` (LiRA, Carlini et al., IEEE S&P 2022). The first half of the trainings are shadow models, and
+    # the others are attacked: scores that depended on coins which are guessed would make the bounds wrong. Left out
+    # with fewer shadow models than `FEWEST_SHADOWS`.
     name: Guesses
-    guesses: int
-    right: int
-    low: float
-    high: float
-    auc: float
-    epsilon: float
-    at_rates: tuple[AtRate, ...]
+    guesses: int  # how many coins were guessed: of each training the fifth with the highest scores, and the lowest
+    right: int  # how many of them rightly
+    low: float  # lower 95 % bound of the share that is right (Clopper and Pearson), two-sided
+    high: float  # its upper bound
+    auc: float  # area under the curve of all samples' scores, the mean over the trainings; 50 is a guess
+    epsilon: float  # ε is at least this, with 95 % confidence (one-sided), for δ = 0
+    at_rates: tuple[AtRate, ...]  # what it finds at low rates of false positives
 
 
 @dataclass(frozen=True)
@@ -146,14 +126,13 @@ def audit_membership(
 ) -> MembershipAudit:
     """Train with coins, and guess them.
 
+    UserError if the site is unknown, or the method's model is not one of the experiment's network.
+
     Args:
         experiment: the experiment; its first method and seed count, and further trainings have other seeds.
         site: name of a source; None means the first one.
         trainings: how many times the method trains.
         trained: is called after each.
-
-    Raises:
-        UserError: the site is unknown, or the method's model is not one of the experiment's network.
     """
     began, worked = time.perf_counter(), time.process_time()
     if trainings < 2:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,13 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fedshift.cli.console import safe_console, say
-from fedshift.deploy.audit.cases import Case
-from fedshift.deploy.audit.gradient_search import Watcher
-from fedshift.deploy.audit.leakage import LeakageAudit, audit_leakage
+from fedshift.deploy.audit.attacks import Case, Watcher
+from fedshift.deploy.audit.leakage import LeakageAudit, audit_leakage, picture
 from fedshift.deploy.audit.membership import AtRate, MembershipAttack, MembershipAudit, audit_membership
 from fedshift.deploy.site_file import load_site
 from fedshift.errors import UserError
-from fedshift.experiment.config.experiment import load
+from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.files import write_bytes
 from fedshift.json_objects import write_object
 from fedshift.report.folding import Folded
@@ -38,35 +38,38 @@ def audit_file(
     **options: Any,
 ) -> None:
     """Attack a site of an experiment, with a progress bar. Print the table; write the record and the picture."""
-    errors = safe_console(stderr=True)
-    try:
-        if site_file is not None:
-            options["policy"] = load_site(site_file).file.policy
-        experiment = load(path, overrides)
-        folder = out or runs / experiment.name / "audit"
-        _make(folder)  # fails before minutes of work, not after them
-        result = _audit_with_bar(errors, experiment, options)
-        record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **result.record()}
-        write_object(folder / RECORD, record, indent=2)
+    if site_file is not None:
+        options["policy"] = load_site(site_file).file.policy
+    with _auditing(path, overrides, out, runs) as (experiment, folder):
+        result = _audit_with_bar(safe_console(stderr=True), experiment, options)
+        write_object(folder / RECORD, _record(result), indent=2)
         written = [RECORD]
         if result.images:
-            from fedshift.deploy.audit.picture import picture
-
             write_bytes(folder / PICTURE, picture(result.cases))
             written.append(PICTURE)
-    except KeyboardInterrupt:
-        say("interrupted: nothing was written", stderr=True)
-        sys.exit(130)
     _print(result)
     for name in written:
         say(f"wrote {folder / name}", stderr=True)
 
 
-def _make(folder: Path) -> None:
+@contextlib.contextmanager
+def _auditing(path: Path, overrides: Sequence[str], out: Path | None, runs: Path) -> Iterator[tuple[Experiment, Path]]:
+    """The experiment to audit inside the block, and the folder to write to: made now, so that it fails early."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: cannot make the folder {folder}: {error.strerror or error}") from None
+        experiment = load(path, overrides)
+        folder = out or runs / experiment.name / "audit"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out: cannot make the folder {folder}: {error.strerror or error}") from None
+        yield experiment, folder
+    except KeyboardInterrupt:
+        say("interrupted: nothing was written", stderr=True)
+        sys.exit(130)
+
+
+def _record(result: LeakageAudit | MembershipAudit) -> dict[str, Any]:
+    return {"command": shlex.join(["fedshift", *sys.argv[1:]]), **result.record()}
 
 
 def _audit_with_bar(errors: Console, experiment: Any, options: dict[str, Any]) -> LeakageAudit:
@@ -163,20 +166,14 @@ def membership_file(
     path: Path, overrides: Sequence[str], out: Path | None, *, runs: Path, site: str | None, trainings: int
 ) -> None:
     """Attack the models of an experiment; print the table and write the record. Arguments as of `audit_file`."""
-    experiment = load(path, overrides)
-    folder = out or runs / experiment.name / "audit"
-    _make(folder)
 
     def say_done(number: int) -> None:
         say(f"training {number + 1} of {trainings} is done", stderr=True)
 
-    try:
+    with _auditing(path, overrides, out, runs) as (experiment, folder):
         result = audit_membership(experiment, site=site, trainings=trainings, trained=say_done)
-    except KeyboardInterrupt:
-        say("interrupted: nothing was written", stderr=True)
-        sys.exit(130)
-    record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **result.record()}
-    write_bytes(folder / MEMBERSHIP, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
+        text = json.dumps(_record(result), indent=2, ensure_ascii=False)
+        write_bytes(folder / MEMBERSHIP, f"{text}\n".encode())
     _print_membership(result)
     say(f"wrote {folder / MEMBERSHIP}", stderr=True)
 

@@ -116,11 +116,8 @@ def _watch(deployment: Deployment, runs: Path, seen: int) -> Path:
 
 
 def fetch(deployment: Deployment, runs: Path) -> Path:
-    """Copy a deployment's run folders below ``runs``, where every other command finds them.
-
-    Raises:
-        UserError: a run of another experiment is in the place of one of them. Then nothing is copied.
-    """
+    """Copy a deployment's run folders below ``runs``, where every other command finds them. UserError if a run of
+    another experiment is in the place of one of them. Then nothing is copied."""
     source, folder = deployment.folder / "runs" / deployment.name, runs / deployment.name
     if source.exists():
         for path in sorted(source.glob("*/*/seed-*")):

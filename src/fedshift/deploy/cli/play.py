@@ -74,7 +74,9 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
     def data_section(names: Sequence[str]) -> dict[str, object]:
         if files is not None:
             whole = experiment.data.model_dump(mode="json", exclude={"statistics_from"})
-            whole["sites"] = {name: _whole(files[name]) for name in names}
+            whole["sites"] = {
+                name: str(file.resolve() if isinstance(file := files[name], Path) else file) for name in names
+            }
             return whole
         return _arrays_section(data, names, folder)
 
@@ -125,10 +127,6 @@ def _write(path: Path, domain: Domain) -> None:
     if domain.fixed_split:
         arrays["split"] = np.where(np.isin(np.arange(len(domain)), domain.described), TRAIN, TEST)
     np.savez(path, **arrays)
-
-
-def _whole(held: Path | Database) -> str:
-    return str(held.resolve() if isinstance(held, Path) else held)
 
 
 def _arrays_section(data: DataSet, names: Sequence[str], folder: Path) -> dict[str, object]:

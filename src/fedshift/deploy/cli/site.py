@@ -20,26 +20,20 @@ from fedshift.data.site_differences import site_differences
 from fedshift.deploy.agreed_terms import AgreedTerms, AskedTerms
 from fedshift.deploy.approvals import Approver, approver
 from fedshift.deploy.flare import roles
-from fedshift.deploy.privacy.few_rows import few_samples, leaving, of_many_rows
-from fedshift.deploy.privacy.ledger import PrivacyLedger
-from fedshift.deploy.privacy.noisy_statistics import lacking
-from fedshift.deploy.privacy.recovery import lost_records
+from fedshift.deploy.privacy.ledger import PrivacyLedger, lost_records
+from fedshift.deploy.privacy.table_view import few_samples, lacking, leaving, of_many_rows
 from fedshift.deploy.proxy import proxy_address, proxy_for
 from fedshift.deploy.remote.policy import (
-    ACCURACY,
     AGREED,
-    CONFIDENCES,
     MASKED,
-    METRICS,
-    MOMENTS,
     SEALED,
     WEIGHTS,
     AuditLog,
     TrainingBounds,
+    every_kind,
 )
 from fedshift.deploy.secure.identity import Identity
-from fedshift.deploy.secure.rosters import Rosters
-from fedshift.deploy.secure.site_sums import SiteSums
+from fedshift.deploy.secure.site_sums import Rosters, SiteSums
 from fedshift.deploy.site_file import Holding, SiteConfig, load_site, read_holding
 from fedshift.deploy.site_requests import seals_all
 from fedshift.digests import Damaged, without_digest
@@ -48,7 +42,7 @@ from fedshift.errors import FedshiftError, Refused, UserError, nearest
 from fedshift.experiment.environment import versions
 from fedshift.experiment.runs.run_folder import SEALED_MODEL, model_file
 from fedshift.federation.local.cards import resolve_device
-from fedshift.federation.messages import decode, known_kinds
+from fedshift.federation.messages import decode
 from fedshift.federation.plain_values import Frozen
 from fedshift.files import write_bytes
 from fedshift.methods import registry as methods
@@ -146,10 +140,9 @@ def _values(data: DataSet) -> str:
 
 def _say_policy(config: SiteConfig) -> None:
     policy = config.file.policy
-    every = (*known_kinds(), ACCURACY, METRICS, CONFIDENCES, MOMENTS)
     leaves = [kind for kind in dict.fromkeys((*policy.send, MASKED, SEALED)) if policy.lets_out(kind)]
     say(f"may leave: {', '.join(leaves)}; of at least {policy.smallest_group} samples")
-    say(f"never leaves: {', '.join(kind for kind in every if kind not in leaves)}")
+    say(f"never leaves: {', '.join(kind for kind in every_kind() if kind not in leaves)}")
     allowed = []
     for name in methods.names() if policy.methods == "all" else policy.methods:
         kind = methods.method_class(name)
@@ -212,11 +205,8 @@ def agree_site(
 ) -> None:
     """Show one refused request after another, and agree to each or refuse it.
 
-    Args:
-        only: numbers of requests; none: all that wait. A request that was refused can be chosen, too.
-
-    Raises:
-        UserError: both are chosen, or no request has such a number, or the person's name or key is missing.
+    UserError if both are chosen, or no request has such a number, or the person's name or key is missing. ``only``:
+    numbers of requests; none: all that wait. A request that was refused can be chosen, too.
     """
     if yes and refuse:
         raise UserError("choose one of --yes and --refuse")

@@ -13,7 +13,7 @@ from fedshift.cli.console import say
 from fedshift.deploy.chained_log import text_at_end
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.deployment_folder import ENDS, Deployment
-from fedshift.deploy.flare.service_log import EVENTS
+from fedshift.deploy.flare.service import EVENTS
 from fedshift.deploy.privacy.ledger import PrivacyLedger
 from fedshift.deploy.remote.policy import AGREED, RECOVERED, AuditLog
 from fedshift.deploy.site_cards import GivenPrivacy, cards_of

@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedshift.deploy.json_files import DEPLOY_AGAIN, append_event, events_of, plain_object
-from fedshift.deploy.members import members
+from fedshift.deploy.json_files import DEPLOY_AGAIN, append_event, events_of, members, plain_object
 from fedshift.digests import Damaged
 from fedshift.errors import UserError, nearest
 from fedshift.json_objects import read_object, write_object

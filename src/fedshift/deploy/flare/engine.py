@@ -185,11 +185,8 @@ class FlareTransport:
     def _lost_sites(
         self, tasks: Mapping[str, Task], limits: Mapping[str, float | None], passed: float, deadline: float
     ) -> Iterator[tuple[str, Lost]]:
-        """The sites that are given up, and why.
-
-        Args:
-            limits: of each site that is waited for, the seconds in which it has to fetch its task; None: it has.
-        """
+        """The sites that are given up, and why. ``limits``: of each site that is waited for, the seconds in which it
+        has to fetch its task; None: it has."""
         revoked = self._revoked()
         for site, until_fetched in limits.items():
             reason = self._why_lost(tasks[site], passed, deadline, until_fetched)

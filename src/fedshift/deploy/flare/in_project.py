@@ -80,11 +80,10 @@ class ProjectSite(FlareSite):
 def site_file(site: str, settings: Path) -> Path:
     """Where a site's SITE.yaml is. The people of the site say so, not the job.
 
+    Returns what the environment variable `SITE` says, with ``{site}`` for the name; else the file in ``settings``.
+
     Args:
         settings: the folder of its own FLARE settings, ``local``.
-
-    Returns:
-        What the environment variable `SITE` says, with ``{site}`` for the name; else the file in ``settings``.
     """
     given = os.environ.get(SITE)
     return Path(given.replace("{site}", site)) if given else settings / SITE_FILE

@@ -121,10 +121,7 @@ class Deployments:
 
     def look(self) -> None:
         """Check once what is requested and how it goes. After a connection error, the next call tries again.
-
-        Raises:
-            FedshiftError: trying again would not help.
-        """
+        FedshiftError if trying again would not help."""
         if time.monotonic() < self._next_look:
             return
         try:
@@ -360,11 +357,8 @@ def _cannot_go_on(lacking: Sequence[str]) -> str:
 
 
 def job_folder(deployment: str, fewest: int, folder: Path) -> Path:
-    """Write the FLARE job of a deployment: names and settings, no code.
-
-    Args:
-        fewest: sites that must be connected for FLARE to start the job.
-    """
+    """Write the FLARE job of a deployment: names and settings, no code. ``fewest``: sites that must be connected for
+    FLARE to start the job."""
     shutil.rmtree(folder, ignore_errors=True)
     config = folder / "app" / "config"
     config.mkdir(parents=True)

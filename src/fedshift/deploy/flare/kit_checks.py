@@ -20,11 +20,8 @@ yet), and this side's codes X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HA
 
 
 def check_certificates(kit: Kit, now: datetime.datetime | None = None) -> datetime.datetime:
-    """Check the kit's certificates; return when they expire.
-
-    Raises:
-        UserError: a certificate is missing, expired, not valid yet, for another name, or of another authority.
-    """
+    """Check the kit's certificates; return when they expire. UserError if a certificate is missing, expired, not valid
+    yet, for another name, or of another authority."""
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
     from cryptography.x509.oid import NameOID
@@ -71,8 +68,7 @@ def check_settings(kit: Kit) -> None:
     FLARE's filters see a message of ours as text and bytes under a digest. Those that come with FLARE look for arrays,
     find none, and report success; one that changed the bytes would break the digest.
 
-    Raises:
-        UserError: a filter is configured, or the coordinator's kit does not say which certificates it accepts.
+    UserError if a filter is configured, or the coordinator's kit does not say which certificates it accepts.
     """
     if kit.role == "coordinator":
         check_list(kit)
@@ -116,14 +112,8 @@ def _filters(settings: object) -> list[str]:
 
 
 def check_reachable(kit: Kit, proxy: str | None = None, seconds: float = 5.0) -> str | None:
-    """Check that the coordinator can be reached, through a proxy if there is one.
-
-    Returns:
-        Why it cannot be reached; None if it can.
-
-    Raises:
-        UserError: what answers is not this project's coordinator, or does not accept the kit.
-    """
+    """Check that the coordinator can be reached, through a proxy if there is one. Returns why it cannot be reached;
+    None if it can. UserError if what answers is not this project's coordinator, or does not accept the kit."""
     address = (kit.project.server, kit.project.port)
     startup = kit.flare / "startup"
     context = ssl.create_default_context(cafile=str(startup / "rootCA.pem"))
@@ -162,8 +152,7 @@ def check_port(kit: Kit, seconds: float = 10.0) -> None:
 
     A process that was killed a moment ago may hold the port for some seconds, so this waits.
 
-    Raises:
-        UserError: something listens on the port after ``seconds``.
+    UserError if something listens on the port after ``seconds``.
     """
     deadline = time.monotonic() + seconds
     while True:

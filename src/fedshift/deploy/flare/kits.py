@@ -134,11 +134,8 @@ def channel(kit: Path) -> Path:
 
 
 def empty_channel(kit: Path) -> None:
-    """Make the folder of the socket anew: readable by its user only, without sockets of earlier processes.
-
-    Raises:
-        UserError: the socket's path would be too long for the system.
-    """
+    """Make the folder of the socket anew: readable by its user only, without sockets of earlier processes. UserError if
+    the socket's path would be too long for the system."""
     folder = channel(kit)
     if sys.platform != "linux" and len(os.fsencode(folder)) > 90:
         raise UserError(f"{kit}: this path is too long for a socket in it (90 characters): put the kit elsewhere")

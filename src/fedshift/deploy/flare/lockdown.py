@@ -63,11 +63,8 @@ class Unlockable(UserError):
 
 
 def lock_down(put: Set = setattr) -> None:
-    """Lock FLARE down in this process.
-
-    Raises:
-        Unlockable: FLARE differs from the version that was read. Then nothing was replaced.
-    """
+    """Lock FLARE down in this process. Unlockable if FLARE differs from the version that was read. Then nothing was
+    replaced."""
     try:
         changes = _changes()
     except (ImportError, AttributeError, KeyError, TypeError) as error:
@@ -101,11 +98,8 @@ def _changes() -> list[tuple[Any, str, Any]]:
 
 
 def dial_with_ours(manager: Any = None) -> None:
-    """Have FLARE dial with our driver. ``manager``: of FLARE's drivers; None: this process's.
-
-    Raises:
-        Unlockable: FLARE would use another one.
-    """
+    """Have FLARE dial with our driver. ``manager``: of FLARE's drivers; None: this process's. Unlockable if FLARE would
+    use another one."""
     ours = importlib.import_module("fedshift.deploy.flare.dialling").DiallingTcpDriver
     try:
         manager = manager or _module("fuel.f3.communicator").driver_mgr

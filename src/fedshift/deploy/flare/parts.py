@@ -67,17 +67,11 @@ def written_in_parts(body: bytes, room: int, spool: Spool) -> list[Path]:
 
 @dataclass(frozen=True)
 class Parcel:
-    """The large messages of one site in an exchange.
+    """The large messages of one site in an exchange."""
 
-    Attributes:
-        request: files with the body of its request, each with one part.
-        part: bytes of a part.
-        arriving: what the site has brought of its answer.
-    """
-
-    request: Sequence[Path]
-    part: int
-    arriving: Arriving
+    request: Sequence[Path]  # files with the body of its request, each with one part
+    part: int  # bytes of a part
+    arriving: Arriving  # what the site has brought of its answer
 
     def at(self, begin: int, size: int) -> bytes:
         """The request's next bytes, at most ``size`` and none beyond the end of a part."""
@@ -87,10 +81,7 @@ class Parcel:
 
 class Parcels:
     """The coordinator's side. FLARE calls `answer` in several threads. A site names its parcel by a secret ticket.
-
-    Args:
-        largest: bytes of the largest message that is accepted.
-    """
+    ``largest``: bytes of the largest message that is accepted."""
 
     def __init__(self, largest: int) -> None:
         self._largest = largest
@@ -142,11 +133,8 @@ class Parcels:
 
 
 class SiteParts:
-    """A site's side: fetches and brings parts.
-
-    Args:
-        send: sends a request to the coordinator and waits for so many seconds; None if no answer came.
-    """
+    """A site's side: fetches and brings parts. ``send``: sends a request to the coordinator and waits for so many
+    seconds; None if no answer came."""
 
     def __init__(
         self, send: Callable[[Shareable, float], Shareable | None], ticket: str, part: int, stop: Signal

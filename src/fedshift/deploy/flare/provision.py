@@ -14,8 +14,7 @@ from typing import Any
 
 import yaml
 
-from fedshift.deploy.flare.authority import ISSUED, RENEW, Ask, Authority, digest
-from fedshift.deploy.flare.certificates import write_issued
+from fedshift.deploy.flare.certificates import ISSUED, RENEW, Ask, Authority, digest, write_issued
 from fedshift.deploy.flare.kits import (
     COORDINATOR_CLASS,
     LAUNCHER_CLASS,
@@ -44,62 +43,19 @@ _RIGHTS = {
     "byoc": "none",
 }
 """What the coordinator may ask of FLARE: no job with code of its own and no shell commands, at any site."""
-_SITE_FILE = """\
-# What this site holds and what it allows. This file stays here.
-site: {site}
-kit: .
-data: {{name: arrays, sites: {{{site}: data.npz}}}}   # as under data: of an experiment; `fedshift datasets` lists them
-# For a table write these lines in place of the one above, and the second line of send: below (docs/your_data.md):
-# data:
-#   name: table
-#   sites: {{{site}: patients.csv}}   # also .parquet, .xlsx
-#   label: outcome             # the column that is learned
-#   id: patient                # the column that names a row; it is no input and stays here
-#   numeric: [age, pressure]
-#   categorical: [sex, ward]   # no names, dates or numbers of patients
-# classes: [benign, malignant]   # all classes of the federation, in order, where this site may lack some
-# Where labels are missing, write under data (docs/adaptation.md), and list classes below:
-#   site_labels: {{{site}: none}}   # a target only, whose predictions stay here; or few: what has a label measures;
-#   few_train: it trains, as site {site}.labelled with these data and a kit of its own
-device: auto
-policy:
-  send: [weights, numbers, accuracy, metrics]   # also: statistics, spectra, features
-  # send: [weights, numbers, accuracy, metrics, statistics]   # a table: all sites encode its columns alike
-  smallest_group: 10
-  rare_categories: other   # categories of fewer rows of a table are not told, and read as unknown; or refuse
-  secure: allowed   # required: a model leaves only masked, as a part of a sum (docs/privacy.md)
-  smallest_sum: 3   # fewest sites of such a sum
-  roster: first   # sums are of all sites of the first one; or a list of names; any: differences can show single models
-  colluders: 0   # sites of a sum that may work with a coordinator that lies; 1 where the coordinator is a hospital
-  peers: {{}}   # site: SHA-256 of its certificate, as `fedshift site check` shows it there; else the first one seen
-  methods: all   # or a list, such as [fedavg, csac]
-  models: first   # networks: the first one asked for; or a list, such as [{{name: mlp, hidden: [64, 32]}}]; or all
-  splits: 5   # most splits of the first experiment; for others, and other networks: fedshift site agree SITE.yaml
-  training: any   # or bounds: {{lr: 0.1, batch_size: 8, rounds: 100, local_epochs: 5}}; or first: the first one's
-  approvals: 1   # people who must agree with fedshift site agree; with 2 nothing is agreed to as the first, either
-  approvers: {{}}   # name: its public key, ssh-ed25519 …, with which that person signs; else a name is enough
-  exposure: 0.4   # refuse a model whose update shows single samples; 1 switches this off (docs/leakage.md)
-  rounds_per_day: 200
-  measurements_per_day: 200
-  requests_per_round: 100
-# monitor: 9464   # /healthz and /metrics on this machine; also sink: where logs go, and proxy: (docs/deploy.md)
-# privacy: {{epsilon: 8, delta: 1.0e-5}}   # what all answers of the project may cost (docs/differential_privacy.md)
-"""
+_SITE_FILE = Path(__file__).with_name("site.yaml")
+"""What a site's own file begins as; ``$site`` stands for its name."""
 
 
 @dataclass(frozen=True)
 class Provisioned:
-    """Where the kits lie.
-
-    Attributes:
-        new: those that were made now; others were there.
-        changed: of the others, sites whose kit.json is another one now, and in what: "port 8002 → 9001".
-    """
+    """Where the kits lie."""
 
     folder: Path
     coordinator: Path
     sites: Mapping[str, Path]
-    new: tuple[str, ...]
+    new: tuple[str, ...]  # those that were made now; others were there
+    # of the others, sites whose kit.json is another one now, and in what: "port 8002 → 9001"
     changed: Mapping[str, tuple[str, ...]]
 
 
@@ -107,14 +63,9 @@ def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> 
     """Make a kit for the coordinator and one per site. Running it again makes kits for new sites only.
 
     Where the coordinator's address has changed in the project, the kits that are there get another kit.json; with
-    another server or contact the coordinator gets new certificates.
-
-    Args:
-        renew: make all kits anew, with a new authority. Then every kit must be handed out again.
-
-    Raises:
-        UserError: the authority's key cannot be read with that passphrase.
-        FedshiftError: FLARE cannot make them.
+    another server or contact the coordinator gets new certificates. UserError if the authority's key cannot be read
+    with that passphrase; FedshiftError if FLARE cannot make them. ``renew``: make all kits anew, with a new authority.
+    Then every kit must be handed out again.
     """
     check_installed()
     folder = out / project.name
@@ -167,11 +118,7 @@ def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
 
 
 def _make(project: Project, folder: Path, names: Sequence[str], authority: Authority | None) -> Authority:
-    """Have FLARE make the kits of some roles, and put them where they belong.
-
-    Args:
-        authority: None: make one.
-    """
+    """Have FLARE make the kits of some roles, and put them where they belong. ``authority``: None: make one."""
     from cryptography.hazmat.primitives.serialization import Encoding
     from nvflare.lighter.constants import CtxKey
     from nvflare.lighter.entity import Project as FlareProject
@@ -221,15 +168,15 @@ def _install(project: Project, folder: Path, name: str, made: Path) -> None:
     if name == "coordinator":
         shutil.copytree(made / project.contact, kit / "admin", dirs_exist_ok=True)
     elif not (kit / "SITE.yaml").exists():
-        write_bytes(kit / "SITE.yaml", _SITE_FILE.format(site=name).encode(), private=True)
+        text = _SITE_FILE.read_text(encoding="utf-8").replace("$site", name)
+        write_bytes(kit / "SITE.yaml", text.encode(), private=True)
 
 
 def finish(project: Project, folder: Path, issued: Mapping[str, str], new: tuple[str, ...]) -> Provisioned:
     """Write into the kits what the project is, and into the coordinator's whose certificates there are; describe all.
 
-    Args:
-        issued: name → SHA-256 of its certificate. A site that is not named has no kit yet.
-        new: names of the kits that were made now.
+    ``issued``: name → SHA-256 of its certificate. A site that is not named has no kit yet. ``new``: names of the kits
+    that were made now.
     """
     kits = _kits(project, folder)
     changed = {name: _changes(kits[name], kits["coordinator"], project) for name in kits if name not in new}
@@ -239,7 +186,7 @@ def finish(project: Project, folder: Path, issued: Mapping[str, str], new: tuple
     for name in {*new, *changed, "coordinator"}:
         role = "coordinator" if name == "coordinator" else "site"
         whole = {"role": role, "name": name, "project": project.model_dump(mode="json")}
-        write_bytes(kits[name] / "kit.json", _json(whole), private=True)
+        write_bytes(kits[name] / "kit.json", f"{json.dumps(whole, indent=2)}\n".encode(), private=True)
     changed.pop("coordinator", None)
     for name in new:
         kits[name].parent.chmod(0o700)
@@ -341,10 +288,6 @@ def _settle_administrator(path: Path, project: Project) -> None:
     path.write_text(json.dumps(settings, indent=2))
 
 
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
-
-
 def _settle_if_there(kit: Path, project: Project, *, coordinator: bool) -> None:
     if (kit / "flare" / "local" / "resources.json.default").exists():
         _settle(kit, project, coordinator=coordinator)
@@ -364,14 +307,9 @@ def relocate(kit: Kit) -> None:
 def remove(path: Path, out: Path, site: str) -> Provisioned:
     """Remove a site. Its kit is refused from then on; its files stay where they are.
 
-    Repeated after an interruption, it goes on: the project's file is written last.
-
-    Args:
-        path: the project's file, of which all other lines stay.
-
-    Raises:
-        UserError: there is no such site, it is the only one, there are no kits, or the file is written so that only a
-            person can change it.
+    Repeated after an interruption, it goes on: the project's file is written last. UserError if there is no such site,
+    it is the only one, there are no kits, or the file is written so that only a person can change it. ``path``: the
+    project's file, of which all other lines stay.
     """
     project = load_project(path)
     if site not in project.sites:
@@ -393,14 +331,8 @@ def remove(path: Path, out: Path, site: str) -> Provisioned:
 
 
 def without_site(path: Path, rest: Project, site: str) -> str:
-    """The text of a project's file without a site in its list, and with all else, comments too.
-
-    Args:
-        rest: what the new text has to mean.
-
-    Raises:
-        UserError: the list is written in a way that this does not know.
-    """
+    """The text of a project's file without a site in its list, and with all else, comments too. UserError if the list
+    is written in a way that this does not know. ``rest``: what the new text has to mean."""
     text = path.read_bytes().decode()
     try:
         changed = _cut(text, site)

@@ -37,14 +37,13 @@ _ALLOW_LIST = "class_allow_list"
 class FedshiftRecipe(Recipe):  # type: ignore[misc]
     """An experiment as a job of FLARE's. ``execute(SimEnv(clients=[...]))`` runs it; ``export(folder)`` writes it.
 
+    UserError if there is a mistake in the experiment, or it needs what only a deployment of fedshift's has.
+
     Args:
         experiment: an `Experiment`, a mapping with the same fields, or its YAML file; with ``data: {name: sites}`` and
             ``engine: {name: flare}``. Samples of ``data.unseen`` lie at the server.
         sites: names of FLARE's clients that take part, in the order of the experiment.
         largest_message: MiB of the largest message that is sent or accepted.
-
-    Raises:
-        UserError: there is a mistake in the experiment, or it needs what only a deployment of fedshift's has.
     """
 
     def __init__(

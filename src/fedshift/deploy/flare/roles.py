@@ -21,7 +21,7 @@ from fedshift.deploy.flare import certificates, kits
 from fedshift.deploy.flare.kit_checks import check_certificates, check_port, check_reachable, check_settings
 from fedshift.deploy.flare.kits import Kit, check_installed, load_project
 from fedshift.deploy.flare.provision import provision, reissue, relocate, remove
-from fedshift.deploy.flare.service_lock import holder
+from fedshift.deploy.flare.service import holder
 from fedshift.digests import Damaged
 from fedshift.encryption import present_key
 from fedshift.errors import FedshiftError, UserError
@@ -87,19 +87,13 @@ _SERVICE = "fedshift.deploy.flare.service"
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a role's service.
+    """Status of a role's service."""
 
-    Attributes:
-        state: stopped, starting, connected, retrying, restarting or failed.
-        begun: when it was started, in seconds since 1970; None if none runs.
-        sites: at the coordinator, the sites that are registered.
-    """
-
-    state: str
+    state: str  # stopped, starting, connected, retrying, restarting or failed
     message: str
     pid: int | None
-    begun: float | None = None
-    sites: tuple[str, ...] = ()
+    begun: float | None = None  # when it was started, in seconds since 1970; None if none runs
+    sites: tuple[str, ...] = ()  # at the coordinator, the sites that are registered
 
 
 def status(kit: Kit) -> Status:
@@ -131,12 +125,8 @@ def status(kit: Kit) -> Status:
 def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, wait: float = _START_SECONDS) -> Status:
     """Start the service of a kit and wait until it is connected or reports a problem.
 
-    Args:
-        foreground: run the service in this process until it is told to stop.
-        wait: seconds to wait.
-
-    Raises:
-        UserError: the service runs already, or cannot start.
+    UserError if the service runs already, or cannot start. ``foreground``: run the service in this process until it is
+    told to stop; ``wait``: seconds to wait.
     """
     before = status(kit)
     if before.pid is not None:

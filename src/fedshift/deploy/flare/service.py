@@ -2,37 +2,164 @@
 
 ``python -m fedshift.deploy.flare.service KIT [SITE.yaml]`` runs until it is told to stop (SIGTERM, Ctrl-C). It
 writes its status to ``service.json`` in the kit.
+
+The service holds a lock as long as it lives, which says whether it runs, and lets no second one run. A process number
+in a file says less: after a kill it may be another process's, and in a container it is always 1.
+
+Its logs are in the kit. ``service.log`` is for people: a line for each event, with time, severity, what happened and
+what to do. ``flare.log`` holds whatever FLARE's processes print. Of these lines those of our own listener and
+lock-down, FLARE's errors, and that there was a traceback, are events, too; equal ones once a minute.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import logging
+import logging.handlers
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
 from fedshift.deploy.flare import kit_checks, lockdown
 from fedshift.deploy.flare.jobs import Attendance, Deployments
 from fedshift.deploy.flare.kits import Kit, empty_channel, load_kit
-from fedshift.deploy.flare.service_lock import only_service
-from fedshift.deploy.flare.service_log import RAW, ServiceLog
 from fedshift.deploy.health import Health, RoleMetrics, monitor_server
 from fedshift.deploy.proxy import proxy_address, proxy_for, proxy_variables
 from fedshift.deploy.role_file import COORDINATOR_FILE, audit_log_of, role_file
 from fedshift.deploy.sinks import Forwarder
 from fedshift.errors import FedshiftError, UserError
 from fedshift.extras import runs_program
+from fedshift.files import opened_lock
 from fedshift.json_objects import write_object
+from fedshift.text import printable
+
+if TYPE_CHECKING:
+    from fedshift.deploy.flare.kits import Kit
+
+LOCK = "service.lock"
+_SECONDS = 2.0
+"""How long a service waits for the lock: whoever looks whether one runs has it for a moment, as has one that ends."""
+
+
+@contextmanager
+def only_service(kit: Kit) -> Iterator[None]:
+    """Let no other service of the kit run inside the block, nor what this process starts keep the lock."""
+    with opened_lock(kit.folder / LOCK) as file:
+        deadline = time.monotonic() + _SECONDS
+        while not _take(file):
+            if time.monotonic() > deadline:
+                number = _number(file)
+                who = f" (process {number})" if number else ""
+                raise UserError(f"{kit.role} '{kit.name}' runs already{who}; stop it first")
+            time.sleep(0.05)
+        os.ftruncate(file, 0)
+        os.pwrite(file, str(os.getpid()).encode(), 0)
+        yield
+
+
+def holder(kit: Kit) -> int | None:
+    """The number of the service's process, in its own container if it has one; None if no service runs."""
+    if not (kit.folder / LOCK).exists():
+        return None
+    with opened_lock(kit.folder / LOCK) as file:
+        return None if _take(file) else _number(file)
+
+
+def _take(file: int) -> bool:
+    """Take the lock, unless somebody has it. It is given back when the file is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _number(file: int) -> int:
+    text = os.pread(file, 20, 0)
+    return int(text) if text.isdigit() else 0
+
+
+EVENTS, RAW = "service.log", "flare.log"
+_LARGEST, _KEPT = 20 << 20, 3
+"""Bytes of a log, and how many older ones are kept."""
+_LINE = re.compile(r"[\d-]+ [\d:,]+ - ([\w.]+) - (WARNING|ERROR|CRITICAL) - (.*)")
+"""A line as FLARE's processes log it."""
+_OURS = ("listener", "lockdown")
+_NUMBERS = re.compile(r"\d+")
+_QUIET = 60.0
+"""Seconds in which an event of FLARE's processes is not said again."""
+_MOST_REMEMBERED = 500
+
+
+class ServiceLog:
+    """Writes both logs. ``folder``: the kit's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._events = _logger(folder / EVENTS, "%(asctime)s %(levelname)s %(message)s")
+        self._raw = _logger(folder / RAW, "%(message)s")
+        self._last_events: dict[str, float] = {}
+
+    def event(self, text: str, level: int = logging.INFO) -> None:
+        """Write an event. ``level``: a severity of `logging`."""
+        self._events.log(level, " ".join(printable(text).split()))
+
+    def output(self, line: str) -> None:
+        """Write a line that a process of FLARE's printed."""
+        line = printable(line.rstrip())
+        self._raw.info(line)
+        level, text = _event_in(line)
+        if text and self._is_new(text):
+            self.event(text, level)
+
+    def _is_new(self, text: str) -> bool:
+        key, now = _NUMBERS.sub("", text)[:300], time.monotonic()
+        if now - self._last_events.get(key, -_QUIET) < _QUIET:
+            return False
+        if len(self._last_events) >= _MOST_REMEMBERED:
+            self._last_events.clear()
+        self._last_events[key] = now
+        return True
+
+
+def _event_in(line: str) -> tuple[int, str]:
+    """The severity and text of the event that a line of FLARE's processes tells; an empty text if of none."""
+    if line.startswith("Traceback (most recent call last)"):
+        return logging.ERROR, f"a process of FLARE's failed: see the traceback in {RAW}"
+    if line.startswith("error: "):
+        return logging.ERROR, line.removeprefix("error: ")
+    if line.startswith("warning: "):  # what a site's program refuses
+        return logging.WARNING, line.removeprefix("warning: ")
+    match = _LINE.fullmatch(line)
+    if match is None:
+        return logging.INFO, ""
+    name, level, text = match.groups()
+    if name.rpartition(".")[2] in _OURS:
+        return logging.getLevelNamesMapping()[level], text
+    if level == "WARNING":  # FLARE warns of much that is as it should be
+        return logging.INFO, ""
+    return logging.WARNING, f"FLARE says: {text[:300]} (nothing to do unless a run stops; see {RAW})"
+
+
+def _logger(path: Path, form: str) -> logging.Logger:
+    # A second service of the kit, which ends at once, opens nothing.
+    handler = logging.handlers.RotatingFileHandler(path, "a", _LARGEST, _KEPT, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter(form, "%Y-%m-%d %H:%M:%S"))
+    logger = logging.Logger(path.name, logging.INFO)  # of this service alone: no other part of the process adds to it
+    logger.addHandler(handler)
+    return logger
+
 
 _BACKOFF = (1.0, 60.0)
 """Shortest and longest wait before another try, in seconds."""

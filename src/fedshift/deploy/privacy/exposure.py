@@ -8,7 +8,6 @@ channel. This works for every method and every network.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +48,7 @@ class ExposureWatch:
         self._handle = register_module_forward_hook(self._forward)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._handle is not None
         self._handle.remove()
 

@@ -19,8 +19,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
-from fedshift.deploy.chained_log import append_line, checked_lines, is_undamaged, lines_of
-from fedshift.deploy.remote.policy import RECOVER, AuditLog, PrivacyBudget
+from fedshift.deploy.chained_log import append_line, checked_lines, is_undamaged, lines_of, objects_in
+from fedshift.deploy.remote.policy import RECOVER, RECOVERED, AuditLog, PrivacyBudget, whole_number
+from fedshift.deploy.site_file import SiteConfig
 from fedshift.digests import Damaged
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused, UserError
@@ -34,23 +35,16 @@ _DEAR = NoisySteps(0.05, 1.0, 1)
 
 
 class LedgerLine(BaseModel):
-    """A line of the ledger, as far as it is counted.
-
-    Attributes:
-        mark: of the exchange; of a line without steps, the secret's.
-        noise_multiplier: as in `NoisySteps`, like ``sample_rate`` and ``steps``.
-        audit: bytes of the audit log when the line was written.
-        lines: of the ledger, where the audit log repeats the line.
-    """
+    """A line of the ledger, as far as it is counted."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
-    mark: str
-    noise_multiplier: PositiveFloat
+    mark: str  # of the exchange; of a line without steps, the secret's
+    noise_multiplier: PositiveFloat  # as in `NoisySteps`, like ``sample_rate`` and ``steps``
     sample_rate: Annotated[float, Field(gt=0, le=1)]
     steps: Annotated[int, Field(ge=0)]
-    audit: Annotated[int, Field(ge=0)] = 0
-    lines: Annotated[int, Field(ge=0)] = 0
+    audit: Annotated[int, Field(ge=0)] = 0  # bytes of the audit log when the line was written
+    lines: Annotated[int, Field(ge=0)] = 0  # of the ledger, where the audit log repeats the line
 
     @property
     def noisy(self) -> NoisySteps:
@@ -62,11 +56,8 @@ class PrivacyLedger:
 
     An exchange has a *mark*, computed with the site's secret from all that decides its answer. An exchange that is
     repeated has the same mark, the same noise and the same answer, and is not counted again; if it was interrupted, the
-    steps that it had not done before are. Any other exchange has different noise.
-
-    Args:
-        budget: None counts without a limit.
-        log: the site's audit log, with which the ledger is compared; None: it is not.
+    steps that it had not done before are. Any other exchange has different noise. ``budget``: None counts without a
+    limit. ``log``: the site's audit log, with which the ledger is compared; None: it is not.
     """
 
     def __init__(self, memory: Path, site: str, budget: PrivacyBudget | None, log: AuditLog | None = None) -> None:
@@ -78,12 +69,8 @@ class PrivacyLedger:
         """The file's number, size and time, and its lines."""
 
     def secret(self) -> bytes:
-        """The site's secret, which the operating system draws when it is first asked for.
-
-        Raises:
-            UserError: its file cannot be read.
-            Refused: it is not the one that the ledger was begun with, or is missing.
-        """
+        """The site's secret, which the operating system draws when it is first asked for. UserError if its file cannot
+        be read; Refused if it is not the one that the ledger was begun with, or is missing."""
         with self._alone():
             return self._secret(self._lines())
 
@@ -108,14 +95,8 @@ class PrivacyLedger:
     def pay(self, mark: str, steps: NoisySteps, **what: Any) -> dict[str, Any]:
         """Write down what an exchange cost, as far as it does not stand there already.
 
-        Args:
-            what: for people who read the file.
-
-        Returns:
-            What the audit log has to say of it, under ``ledger``.
-
-        Raises:
-            Refused: the budget is too small. Then nothing is written, and nothing may leave the site.
+        Returns what the audit log has to say of it, under ``ledger``. Refused if the budget is too small. Then nothing
+        is written, and nothing may leave the site. ``what``: for people who read the file.
         """
         with self._alone():
             lines = self._lines()
@@ -147,12 +128,7 @@ class PrivacyLedger:
         """Begin the ledger anew with all costs that the old one or the audit log has, if it does not fit.
 
         Exchanges of which no cost is known count as much as the dearest one; if none is known, more than any budget.
-
-        Args:
-            counted: lines that the ledger had by other evidence.
-
-        Returns:
-            What was done, in words; nothing if all fits.
+        Returns what was done, in words; nothing if all fits. ``counted``: lines that the ledger had by other evidence.
         """
         if self.fault() is None:
             return []
@@ -176,12 +152,8 @@ class PrivacyLedger:
     def count_since(self, answers: Sequence[Mapping[str, Any]], *, everything: bool) -> None:
         """Count what may have been answered since a backup, of which the ledger in its place does not know.
 
-        Args:
-            everything: whether nobody knows more: then more than any budget counts; else one exchange more, as dear as
-                the dearest one, which may have left without its line.
-
-        Raises:
-            Refused: the ledger was changed.
+        Refused if the ledger was changed. ``everything``: whether nobody knows more: then more than any budget counts;
+        else one exchange more, as dear as the dearest one, which may have left without its line.
         """
         with self._alone():
             lines, (costs, _) = self._lines(), self._costs(answers, 0)
@@ -334,3 +306,33 @@ def _unpaid(lines: Sequence[LedgerLine], mark: str, steps: NoisySteps) -> NoisyS
     kind = steps.noise_multiplier, steps.sample_rate
     paid = sum(line.steps for line in lines if line.mark == mark and (line.noise_multiplier, line.sample_rate) == kind)
     return replace(steps, steps=steps.steps - paid) if steps.steps > paid else None
+
+
+def lost_records(config: SiteConfig) -> list[str]:
+    """What does not fit of a site's audit log, its ledger of privacy and its secret: a line each."""
+    try:
+        log = AuditLog(config.audit_log)
+    except FedshiftError as error:
+        return [str(error)]
+    fault = PrivacyLedger(config.memory, config.file.site, config.file.privacy, log).fault()
+    return [] if fault is None else [fault]
+
+
+def recover_records(config: SiteConfig) -> list[str]:
+    """Begin anew what does not fit, with all that can be read; the files of before keep another name. Returns what was
+    done, a line for each file; nothing if all fits."""
+    done: list[str] = []
+    answers, counted = list(objects_in(lines_of(config.audit_log))), 0
+    try:
+        log = AuditLog(config.audit_log)
+    except FedshiftError:
+        aside, counted = AuditLog.set_aside(config.audit_log)
+        log = AuditLog(config.audit_log)
+        done.append(f"audit log: {f'kept as {aside.name}, and ' if aside else ''}begun anew")
+    ledger = PrivacyLedger(config.memory, config.file.site, config.file.privacy, log)
+    if paid := ledger.recover(answers, counted):
+        done.append(f"ledger of privacy: {'; '.join(paid)}; ε = {ledger.epsilon():.3g} in all")
+    if done:
+        rosters = max([log.rosters, *(whole_number(answer.get("rosters")) for answer in answers)])
+        log.append(do=RECOVERED, done=done, rosters=rosters, ledger={"lines": ledger.lines()})
+    return done

@@ -1,4 +1,4 @@
-"""What a site does differently if it has a budget of privacy, or is asked to train privately.
+"""What a site does differently if it has a budget of privacy, or is asked to train privately; and what it measures.
 
 With a budget, all that leaves the site is public (shapes, numbers of samples), or has noise and is counted, or is
 refused. Neighbours are two data sets of the same size, of which one has nothing in the place of one sample or group;
@@ -26,20 +26,18 @@ from fedshift.data.site_data import SiteData
 from fedshift.data.splits import part_rows, random_split, split_kind
 from fedshift.data.tasks.objective import Objective
 from fedshift.deploy.kept_scores import KeptScores
-from fedshift.deploy.privacy.few_rows import of_many_rows
 from fedshift.deploy.privacy.ledger import PrivacyLedger
-from fedshift.deploy.privacy.noisy_statistics import lacking, with_noise
-from fedshift.deploy.remote.policy import ACCURACY, AuditLog
-from fedshift.deploy.remote.replies import Measures
-from fedshift.deploy.remote.requests import Asked, CallRequest, MeasureRequest, Request, SeedSplit
+from fedshift.deploy.privacy.table_view import lacking, of_many_rows, with_noise
+from fedshift.deploy.remote.policy import ACCURACY, METRICS, AuditLog, Policy
+from fedshift.deploy.remote.requests import Asked, CallRequest, MeasureRequest, Measures, Request, SeedSplit, Whole
 from fedshift.deploy.remote.wire import body_of
 from fedshift.deploy.site_file import Holding, SiteConfig
-from fedshift.deploy.site_measures import measure_at_site
 from fedshift.errors import Refused, UserError
-from fedshift.evaluation.measuring import measuring_of
+from fedshift.evaluation.measuring import MetricOptions, measuring_of
+from fedshift.evaluation.metrics import counts_by_class
 from fedshift.experiment.environment import versions
 from fedshift.experiment.fits.private import check_private
-from fedshift.experiment.runs.evaluator import answering, predictions
+from fedshift.experiment.runs.evaluator import answering, predictions, score
 from fedshift.federation.randomness import SecretDraws
 from fedshift.federation.site import Site
 from fedshift.functional.differential_privacy import NoisySteps, gaussian, sample_rate
@@ -48,6 +46,40 @@ from fedshift.functional.secret_noise import SecretStream
 from fedshift.methods.base import Method
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.models.network import Network
+
+
+def measure_at_site(
+    network: Network,
+    view: SiteData,
+    classes: int,
+    objective: Objective,
+    policy: Policy,
+    groups: NDArray[np.int64] | None,
+    asked: Whole | None,
+) -> tuple[Measures, dict[str, Any]]:
+    """What a site reports, and what its audit log says of it. Refused if too few samples can be compared. ``asked``:
+    the coordinator's request for all metrics; None after rounds before the last."""
+    sent = {"measures": {"kind": ACCURACY}}
+    measuring = measuring_of(objective)
+    labels = view.labels.cpu().numpy()
+    metrics = None
+    if asked is None or METRICS not in policy.send:
+        result = predictions(network, view, objective)
+    else:
+        scores = score(network, view, objective, groups)
+        result = scores.predicted
+        limits = asked.resamples if asked.part == "target" else 0
+        options = MetricOptions(asked.threshold, limits, policy.smallest_group)
+        metrics = measuring.at_site("", asked.part, scores, options)
+        sent["metrics"] = {"kind": METRICS}
+    pairs = counts_by_class(result, labels, classes, policy.smallest_group) if measuring.counts_classes else []
+    value = measuring.value(result, labels)
+    if value is None or measuring.shows_few(labels, policy.smallest_group):
+        # Of tasks without classes there is no part that could be kept back alone.
+        raise Refused("too few of the measured samples can be compared (rule policy.smallest_group)")
+    classes_told = tuple(None if pair is None else (pair[0], pair[1]) for pair in pairs)
+    return Measures(accuracy=value, samples=len(labels), classes=classes_told, metrics=metrics), sent
+
 
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
 _LEAST_NORM, _MOST_NORM = 1e-6, 1e6
@@ -143,9 +175,8 @@ class SiteRules:
     def train_and_pay(self, call: Asked[CallRequest], method: Method, site: Site) -> Iterator[None]:
         """Let a call train inside the block with noise that only this site knows, and count it, even if it fails.
 
-        Raises:
-            Refused: the request trains without noise, or the budget is too small.
-            UserError: method, network or noise cannot be private.
+        Refused if the request trains without noise, or the budget is too small; UserError if method, network or noise
+        cannot be private.
         """
         privacy, asked = site.training.privacy, site.draws
         if privacy is None:
@@ -199,10 +230,8 @@ class SiteRules:
     def check_measured(self, method: Method, network: Network, input_shape: tuple[int, ...]) -> None:
         """Raise Refused if the site has a budget and this network lets a sample change the prediction of another.
 
-        Then one sample could change the whole accuracy, and the noise is for one vote.
-
-        Args:
-            network: what the method measures, with weights that no request chose.
+        Then one sample could change the whole accuracy, and the noise is for one vote. ``network``: what the method
+        measures, with weights that no request chose.
         """
         if self.budget is None:
             return
@@ -227,9 +256,7 @@ class SiteRules:
 
         With a budget each group has one vote, the share of its samples that the model gets right; without groups each
         sample has. The network is then not adapted to them, so that no sample changes the prediction of another.
-
-        Args:
-            groups: which of them belong together; None if all are apart.
+        ``groups``: which of them belong together; None if all are apart.
         """
         request, entry = asked.request, asked.entry
         classes = request.setting.classes
@@ -264,11 +291,8 @@ class SiteRules:
     ) -> KeptScores:
         """What may be told of a model's scores: with a budget, samples that have noisy counts of them.
 
-        Args:
-            groups: which of the samples belong together and have one vote; None if all are apart.
-
-        Raises:
-            Refused: the budget is too small.
+        Refused if the budget is too small. ``groups``: which of the samples belong together and have one vote; None if
+        all are apart.
         """
         if self.budget is None:
             return kept

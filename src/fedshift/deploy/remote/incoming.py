@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from fedshift.deploy.remote.transport import Lost
@@ -33,19 +32,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Taken:
-    """A usable reply.
+    """A usable reply."""
 
-    Attributes:
-        answer: the reply; None while its message is in a file.
-        memory: names and checksums of what the site keeps after the call.
-        layout: names and shapes of the tensors that must be compared with other sites' replies; None: there are none.
-        held: where the message waits.
-    """
-
-    answer: Answer[Any] | None
-    memory: dict[str, str]
+    answer: Answer[Any] | None  # the reply; None while its message is in a file
+    memory: dict[str, str]  # names and checksums of what the site keeps after the call
+    # names and shapes of the tensors that must be compared with other sites' replies; None: there are none
     layout: Layout | None
-    held: Held | None = None
+    held: Held | None = None  # where the message waits
 
 
 class Spool:
@@ -60,7 +53,7 @@ class Spool:
     def __enter__(self) -> Spool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._closed = True
             if self._folder is not None:

@@ -15,9 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.crypto.at_site import Revealed, Upload
-from fedshift.deploy.crypto.keys import KeyCard, KeyEntry, Order
+from fedshift.deploy.crypto.masked_sums import KeyCard, Order, Revealed, SecureSum, Upload
 from fedshift.deploy.remote.requests import CallRequest, MaskRequest, OrderAsked, SumAsked, UnmaskRequest, Work
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Masked
@@ -34,11 +32,6 @@ _TENSORS = 2
 """Tensors in an answer to a request to unmask."""
 
 
-def key_entry(card: KeyCard) -> KeyEntry:
-    """A key card without the site's name, as it stands in a message."""
-    return card.public, card.signature, card.certificate
-
-
 def sum_asked(
     weighing: Weighing, cards: Mapping[str, KeyCard], envelopes: Mapping[str, Envelope], colluders: int = 0
 ) -> SumAsked:
@@ -46,7 +39,7 @@ def sum_asked(
     return SumAsked(
         threshold=threshold(len(cards), colluders),
         weighing=(weighing.by, weighing.exponent, weighing.terms),
-        cards={site: key_entry(card) for site, card in sorted(cards.items())},
+        cards={site: card.entry for site, card in sorted(cards.items())},
         envelopes={site: Work(**vars(envelope)) for site, envelope in sorted(envelopes.items())},
     )
 
@@ -172,10 +165,8 @@ each, by site, without those whose answer is none."""
 
 
 def second_exchange(masked: SecureSum, ask: AskAgain, **round_now: int) -> dict[str, Revealed]:
-    """What the sites of a sum reveal, by site, after they confirmed to each other who answered.
-
-    Nothing if too few confirm: the sites would refuse. Whoever gave no code is not waited for again.
-    """
+    """What the sites of a sum reveal, by site, after they confirmed to each other who answered. Nothing if too few
+    confirm: the sites would refuse. Whoever gave no code is not waited for again."""
     order, answered = masked.order, masked.answered
 
     def request(do: Literal["confirm", "unmask"]) -> UnmaskRequest:

@@ -18,6 +18,7 @@ from fedshift.deploy.approvals import public_key, same_person
 from fedshift.deploy.chained_log import START, append_line, checked_lines, digest_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
 from fedshift.federation.messages import NUMBERS, Content, Masked, Sealed, known_kinds, leaves
+from fedshift.federation.plain_values import Closed
 from fedshift.files import set_aside
 from fedshift.json_objects import read_object, write_object
 from fedshift.models import registry as networks
@@ -55,14 +56,11 @@ class TrainingBounds(BaseModel):
     def beyond(self, bounds: TrainingBounds) -> list[str]:
         """What these options ask for beyond ``bounds``, in words. What they do not say is not beyond."""
         asked: list[str] = []
-        for name, least in (("lr", False), ("batch_size", True), *((item, False) for item in _AT_MOST)):
-            value, bound = getattr(self, name), getattr(bounds, name)
+        for name in type(self).model_fields:
+            value, bound, least = getattr(self, name), getattr(bounds, name), name == "batch_size"
             if value is not None and bound is not None and (value < bound if least else value > bound):
                 asked.append(f"{name} {value:g}, not {'at least' if least else 'at most'} {bound:g}")
         return asked
-
-
-_AT_MOST = ("rounds", "mini_batches", "local_epochs")
 
 
 class Policy(BaseModel):
@@ -194,7 +192,7 @@ class Policy(BaseModel):
     @field_validator("send")
     @classmethod
     def _kinds(cls, send: tuple[str, ...]) -> tuple[str, ...]:
-        known = (*known_kinds(), ACCURACY, METRICS, CONFIDENCES, MOMENTS)
+        known = every_kind()
         for kind in send:
             if kind not in known:
                 raise ValueError(f"unknown kind '{kind}'; {nearest(kind, known)}")
@@ -324,6 +322,11 @@ class PrivacyBudget(BaseModel):
         return ranges
 
 
+def every_kind() -> tuple[str, ...]:
+    """The kinds that may leave a site."""
+    return (*known_kinds(), ACCURACY, METRICS, CONFIDENCES, MOMENTS)
+
+
 def _permit_installed(name: str) -> None:
     """Raise UserError for a network in a file: sites name code that is installed."""
     if name.partition(":")[0].endswith(".py"):
@@ -384,8 +387,7 @@ class AuditLog:
 
         Requests before round 1 count as a round of their own. ``measures``: whether the request has a model measured.
 
-        Raises:
-            Refused: a limit is reached.
+        Refused if a limit is reached.
         """
         since = time.time() - _DAY
         self._rounds = {key: (when, requests) for key, (when, requests) in self._rounds.items() if when >= since}
@@ -431,11 +433,8 @@ class AuditLog:
 
     @staticmethod
     def set_aside(path: Path) -> tuple[Path | None, int]:
-        """Give a log that lacks lines, or was changed, another name; the next one begins anew.
-
-        Returns:
-            The new name, None if there is no log; and how many lines the ledger had when the log was whole.
-        """
+        """Give a log that lacks lines, or was changed, another name; the next one begins anew. Returns the new name,
+        None if there is no log; and how many lines the ledger had when the log was whole."""
         try:
             end = _end_of(path)
         except FedshiftError:
@@ -447,8 +446,7 @@ class AuditLog:
     def check(path: Path) -> tuple[list[dict[str, Any]], str]:
         """Read a log and check its chain of digests, and that it is not shorter than it was.
 
-        Returns:
-            The lines, and the digest of the last one.
+        Returns the lines, and the digest of the last one.
 
         Raises:
             FedshiftError: the chain is broken; names the first line that does not fit. Or lines were cut off its end.
@@ -460,10 +458,8 @@ class AuditLog:
         return [json.loads(line) for line in lines], digest_of(lines[-1]) if lines else START
 
 
-class _End(BaseModel):
+class _End(Closed):
     """Where a log ended when its site last wrote to it: its bytes, the digest of its last line, lines of the ledger."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     size: Annotated[int, Field(ge=0)]
     last: Annotated[str, Field(max_length=64)]

@@ -16,18 +16,23 @@ from typing import Any, ClassVar
 
 from fedshift.deploy.remote.incoming import Grace, Spool, Stop, Taken
 from fedshift.deploy.remote.outbox import HERE, Outbox
-from fedshift.deploy.remote.replies import (
+from fedshift.deploy.remote.requests import (
     CallAnswer,
+    CallRequest,
     MeasureAnswer,
     Measured,
+    MeasureRequest,
     Measures,
+    PredictRequest,
+    SitePart,
+    Whole,
+    Work,
     check_measures,
     for_ledger,
     report_bytes,
     sums_bytes,
 )
-from fedshift.deploy.remote.requests import CallRequest, MeasureRequest, PredictRequest, SitePart, Whole, Work
-from fedshift.deploy.remote.transport import Done, Lost, Sign, SiteError, Transport, drain, open_answer, stamp
+from fedshift.deploy.remote.transport import Done, Lost, Sign, SiteError, Transport, drain, heard, open_answer, stamp
 from fedshift.deploy.remote.wire import Message, Residuals, Wire, body_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
 from fedshift.federation.exchange import Answer, Missing, Request
@@ -309,12 +314,9 @@ class RemoteFederation(Federation):
     ) -> dict[str, Measures]:
         """Have sites measure a model on their own held-out samples; its bytes are counted as kind ``accuracy``.
 
-        Args:
-            needed: sites to wait for until the deadline, even if there is a grace.
-            whole: asks for all metrics (the fields of `requests.Whole`); without them, for the accuracy.
-
-        Returns:
-            Their reports, by site; lost sites are left out.
+        Returns their reports, by site; lost sites are left out. ``needed``: sites to wait for until the deadline, even
+        if there is a grace. ``whole``: asks for all metrics (the fields of `requests.Whole`); without them, for the
+        accuracy.
         """
         asks = partial(MeasureRequest, round=self.round, whole=Whole(**whole) if whole else None)
         outgoing, keys = self._with_model(asks, weights, sites)
@@ -343,14 +345,9 @@ class RemoteFederation(Federation):
         outgoing, keys = self._with_model(asks, weights, sites)
         missing: dict[str, str] = dict.fromkeys(sites, "it did not answer in time")
         for site, message in self._arrivals("predict", outgoing):
-            if isinstance(message, Lost):
-                missing[site] = message.reason
-            elif isinstance(message, Message):
-                try:
-                    answer = open_answer(Done, message, keys.get(site, "")).answer
-                    missing[site] = answer.message[:2000] if isinstance(answer, SiteError) else ""
-                except FedshiftError as error:
-                    missing[site] = str(error)
+            if not isinstance(message, Sign):
+                answer = heard(Done, site, message, keys.get(site, ""))
+                missing[site] = answer.reason if isinstance(answer, Lost) else ""
         for site, reason in missing.items():
             if reason:
                 self._record("predict", site, "lost", reason)

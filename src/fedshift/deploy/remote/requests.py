@@ -1,4 +1,4 @@
-"""What a coordinator may ask of a site: a frozen model for each request, parsed once, where its bytes arrive.
+"""What a coordinator may ask of a site, and what the site answers: a frozen model for each, parsed once.
 
 `READING` lists what is checked before that, in this order. A field that this version does not know is ignored, though a
 request's key covers it; but not in an envelope, and not in what is asked of metrics.
@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field
+import torch
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 
 from fedshift.data.domain import Preprocessing
-from fedshift.deploy.crypto.keys import Encoded, KeyEntry
+from fedshift.data.tasks.objective import objective_of
+from fedshift.deploy.crypto.masked_sums import Encoded, KeyEntry
+from fedshift.deploy.remote.policy import ACCURACY, CONFIDENCES, MOMENTS
 from fedshift.deploy.remote.wire import Message, Wire
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.evaluation.estimate.plain_sums import (
@@ -29,15 +33,20 @@ from fedshift.evaluation.estimate.plain_sums import (
     GivenSite,
     GivenSums,
     GivenWhole,
+    check_classes,
 )
-from fedshift.evaluation.records import Part as Measured
+from fedshift.evaluation.measuring import Measuring, measuring_of
+from fedshift.evaluation.metric_entries import ENTRIES
+from fedshift.evaluation.records import Part, SiteMetrics
+from fedshift.evaluation.site_metrics import BINS
 from fedshift.federation.federation import OnRefusal
-from fedshift.federation.messages import Content
+from fedshift.federation.messages import Content, Statistics
 from fedshift.federation.plain_values import Closed, Frozen, parse_json
-from fedshift.federation.secure.integer_sums import By
+from fedshift.federation.secure.integer_sums import By, LayoutEntry
 from fedshift.federation.setting_json import MethodRecipe, SettingRecipe
 from fedshift.federation.site import Envelope
 from fedshift.version import installed_version
+from fedshift.weights import NamedTensors
 
 PROTOCOL = 3
 """The version of requests and replies. A site refuses any other. Requests of version 1 named a call ``step``."""
@@ -99,29 +108,24 @@ class SplitRule(Frozen):
 
 
 class Hello(Request):
-    """Asks for a site's card, and whether it takes part.
-
-    Attributes:
-        texts: checksums of the encoders of texts that the network needs and nobody sends, by folder.
-        unseen: whether the target's samples are used for measuring alone.
-        sums: the sites that may be in one sum.
-    """
+    """Asks for a site's card, and whether it takes part."""
 
     do: Literal["hello"] = "hello"
     run: str = ""
     version: str
     methods: tuple[MethodRecipe, ...]
     network: dict[str, Any] | None = None
+    # checksums of the encoders of texts that the network needs and nobody sends, by folder
     texts: dict[str, str] = Field(default_factory=dict)
     training: dict[str, Any] | None = None
     split: SplitRule
-    unseen: bool = False
+    unseen: bool = False  # whether the target's samples are used for measuring alone
     seeds: tuple[int, ...]
     on_refusal: OnRefusal
     aggregation: str = ""
     private: bool = False
     routing: str = ""
-    sums: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()  # the sites that may be in one sum
 
 
 class KeyRequest(Request):
@@ -155,38 +159,25 @@ class SeedSplit(SplitRule):
 
 
 class SitePart(Frozen):
-    """What a site is told of its own part in a run.
-
-    Attributes:
-        number: the number of its domain.
-        whole: whether it is measured on all its samples.
-        personal: whether it is measured with its own model.
-    """
+    """What a site is told of its own part in a run."""
 
     model_config = ConfigDict(populate_by_name=True)
 
     role: Literal["source", "target", "unseen"]
-    number: int
+    number: int  # the number of its domain
     split: SeedSplit
-    whole: bool
+    whole: bool  # whether it is measured on all its samples
     fingerprint: str
-    personal: Annotated[bool, Field(alias="own")] = False
+    personal: Annotated[bool, Field(alias="own")] = False  # whether it is measured with its own model
 
 
 class SumAsked(Frozen):
-    """What a request to mask says of the sum, the same to all its sites.
+    """What a request to mask says of the sum, the same to all its sites."""
 
-    Attributes:
-        threshold: how many sites must tell shares.
-        weighing: by what contributions are weighted, the exponent and the number of terms.
-        cards: the keys of the roster.
-        envelopes: what each of its sites is asked for.
-    """
-
-    threshold: int
-    weighing: tuple[By, int, int]
-    cards: dict[str, KeyEntry]
-    envelopes: dict[str, Work]
+    threshold: int  # how many sites must tell shares
+    weighing: tuple[By, int, int]  # by what contributions are weighted, the exponent and the number of terms
+    cards: dict[str, KeyEntry]  # the keys of the roster
+    envelopes: dict[str, Work]  # what each of its sites is asked for
 
 
 class SealAsked(Frozen):
@@ -198,25 +189,18 @@ class SealAsked(Frozen):
 
 
 class RunRequest(Request):
-    """What every request about a run's model repeats: a restarted site needs no memory of the run.
-
-    Attributes:
-        kept: the files of the site's memory that the last checkpoint names.
-        memory: those that the request builds on.
-        checkpoint: the last exchange that the checkpoint covers.
-        at: the exchange after which a sealed model is measured.
-    """
+    """What every request about a run's model repeats: a restarted site needs no memory of the run."""
 
     run: RunName
     setting: SettingRecipe
     part: SitePart
-    memory: dict[str, FileName] = Field(default_factory=dict)
-    kept: dict[str, str]
-    checkpoint: int
+    memory: dict[str, FileName] = Field(default_factory=dict)  # those that the request builds on
+    kept: dict[str, str]  # the files of the site's memory that the last checkpoint names
+    checkpoint: int  # the last exchange that the checkpoint covers
     wire: Wire
     aggregation: str = ""
     routing: str = ""
-    at: int = 0
+    at: int = 0  # the exchange after which a sealed model is measured
     seal: Annotated[SealAsked | None, NotNone] = None
     sum: Annotated[SumAsked | None, NotNone] = None
 
@@ -236,22 +220,15 @@ class CallRequest(RunRequest):
 
 
 class Whole(Closed):
-    """How a coordinator asks for all metrics, at the end of a run.
+    """How a coordinator asks for all metrics, at the end of a run."""
 
-    Attributes:
-        part: what the site is in the run: the target, or a source, of which the held-out samples are measured.
-        resamples: bootstrap samples of the intervals.
-        threshold: the score from which a sample of a target is positive; None if no source chose one.
-        sums: whether sums of confidences are asked for, too.
-        kept: whether they are kept at the site, for a sum over sites.
-        inputs: sums of the inputs of the sites that trained, with which the site compares its own and changes them.
-    """
-
-    part: Measured
-    resamples: Annotated[int, Field(ge=0, le=100_000)] = 0
+    part: Part  # what the site is in the run: the target, or a source, of which the held-out samples are measured
+    resamples: Annotated[int, Field(ge=0, le=100_000)] = 0  # bootstrap samples of the intervals
+    # the score from which a sample of a target is positive; None if no source chose one
     threshold: Annotated[float, Field(ge=0, le=1)] | None = None
-    sums: bool = False
-    kept: bool = False
+    sums: bool = False  # whether sums of confidences are asked for, too
+    kept: bool = False  # whether they are kept at the site, for a sum over sites
+    # sums of the inputs of the sites that trained, with which the site compares its own and changes them
     inputs: GivenInputs | None = None
 
 
@@ -317,16 +294,12 @@ class EndRequest(Request):
 
 
 class ReadingRequest(Request):
-    """Asks what estimators say of the kept scores, from the sums of the other sites.
-
-    Attributes:
-        number: of the site among all, which decides how its samples are drawn again.
-    """
+    """Asks what estimators say of the kept scores, from the sums of the other sites."""
 
     do: Literal["reading"] = "reading"
     run: RunName
     sums: GivenSums
-    number: Number = 0
+    number: Number = 0  # of the site among all, which decides how its samples are drawn again
 
 
 class ReadingAnswer(Frozen):
@@ -344,29 +317,18 @@ class ReadingAnswer(Frozen):
 
 
 class MaskRequest(Request):
-    """Asks for a site's part of a sum over left-out sites, masked.
-
-    Attributes:
-        run: the name of the sums, which is that of no run.
-        step: which of the five sums of `fedshift.evaluation.estimate.pooled`.
-        scores: of each site of the roster the run whose scores it keeps.
-        threshold: how many of them must tell shares.
-        whole: the first sum, once it is known.
-        unexplained: the mean of the second, once it is known.
-        preprocessing: the encoding of inputs, of the last two.
-        inputs: the fourth sum, once it is known.
-    """
+    """Asks for a site's part of a sum over left-out sites, masked."""
 
     do: Literal["mask"] = "mask"
-    run: RunName
-    step: Annotated[int, Field(ge=1, le=5)]
-    scores: dict[str, RunName]
+    run: RunName  # the name of the sums, which is that of no run
+    step: Annotated[int, Field(ge=1, le=5)]  # which of the five sums of `fedshift.evaluation.estimate.pooled`
+    scores: dict[str, RunName]  # of each site of the roster the run whose scores it keeps
     cards: Annotated[dict[str, KeyEntry], Field(max_length=_MOST_SUMMED)]
-    threshold: int
-    whole: GivenWhole | None = None
-    unexplained: Annotated[float, Field(ge=0, le=1)] | None = None
-    preprocessing: Preprocessing | None = None
-    inputs: GivenInputs | None = None
+    threshold: int  # how many of them must tell shares
+    whole: GivenWhole | None = None  # the first sum, once it is known
+    unexplained: Annotated[float, Field(ge=0, le=1)] | None = None  # the mean of the second, once it is known
+    preprocessing: Preprocessing | None = None  # the encoding of inputs, of the last two
+    inputs: GivenInputs | None = None  # the fourth sum, once it is known
 
     @property
     def content(self) -> str:
@@ -376,38 +338,24 @@ class MaskRequest(Request):
 
 
 class EstimateRequest(Request):
-    """Tells a site without labels what is known of others: of each, or of all together.
-
-    Attributes:
-        preprocessing: of the sites that trained, with which its samples compare.
-        threshold: that their scores chose.
-        pooled: of all together, in place of ``known``.
-        inputs: sums of the inputs of those of them that tell these; None where too few do.
-    """
+    """Tells a site without labels what is known of others: of each, or of all together."""
 
     do: Literal["estimate"] = "estimate"
     run: RunName
     known: Annotated[dict[str, GivenSite], Field(max_length=_MOST_SITES)]
-    preprocessing: Preprocessing
-    threshold: float | None = None
-    pooled: GivenPooled | None = None
-    inputs: GivenInputs | None = None
+    preprocessing: Preprocessing  # of the sites that trained, with which its samples compare
+    threshold: float | None = None  # that their scores chose
+    pooled: GivenPooled | None = None  # of all together, in place of ``known``
+    inputs: GivenInputs | None = None  # sums of the inputs of the sites that are known; None where some keep these
 
 
 KINDS: dict[str, type[Request]] = {
-    "hello": Hello,
-    "key": KeyRequest,
-    "sealing_key": KeyRequest,
-    "call": CallRequest,
-    "measure": MeasureRequest,
-    "predict": PredictRequest,
-    "confirm": UnmaskRequest,
-    "unmask": UnmaskRequest,
-    "end": EndRequest,
-    "inputs": InputsRequest,
-    "reading": ReadingRequest,
-    "mask": MaskRequest,
-    "estimate": EstimateRequest,
+    do: kind
+    for kind in (
+        *(Hello, KeyRequest, CallRequest, MeasureRequest, PredictRequest, UnmaskRequest, EndRequest),
+        *(InputsRequest, ReadingRequest, MaskRequest, EstimateRequest),
+    )
+    for do in get_args(kind.model_fields["do"].annotation)
 }
 """Every request that a site knows."""
 
@@ -419,21 +367,13 @@ R = TypeVar("R", bound=Request, covariant=True)
 
 @dataclass(frozen=True)
 class Asked(Generic[R]):
-    """A request at a site.
+    """A request at a site."""
 
-    Attributes:
-        request: what is asked.
-        content: what it brings.
-        body: SHA-256 of the content's bytes.
-        key: of the request.
-        entry: of the audit log, to which whoever answers adds.
-    """
-
-    request: R
-    content: Mapping[str, Content]
-    body: str
-    key: str
-    entry: dict[str, Any]
+    request: R  # what is asked
+    content: Mapping[str, Content]  # what it brings
+    body: str  # SHA-256 of the content's bytes
+    key: str  # of the request
+    entry: dict[str, Any]  # of the audit log, to which whoever answers adds
 
 
 def request_key(header: Mapping[str, Any], body_sha256: str) -> str:
@@ -495,3 +435,126 @@ def asked_in(
     do, key = str(header.get("do")), str(header.get("key"))
     request = parse_json(KINDS[do], message.header, f"site '{site}': the request '{do}'")
     return Asked(request, content, body, key, entry)
+
+
+_LONGEST_FILE = 255
+"""Characters in the name of a file."""
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+_File = Annotated[str, StringConstraints(max_length=_LONGEST_FILE)]
+
+
+class CallAnswer(Frozen):
+    """What the header of a reply to a call says."""
+
+    answers: str = ""  # the key of the request
+    mini_batches: Annotated[int, Field(ge=0)]  # on how many the site trained
+    # the files of its memory by entry
+    memory: dict[_File, FileName]  # the coordinator names these files in its next request
+    layout: LayoutEntry | None = None  # what the integers of a masked contribution stand for
+
+    def check(self, left: int, remembers: Collection[str]) -> None:
+        """Check what a site says that it did. FedshiftError if it is impossible. ``left``: mini-batches that the site
+        had left."""
+        if self.mini_batches > left:  # absent sites are charged by this number, too: see `Federation.forfeit`
+            raise FedshiftError(f"it claims more mini-batches than the {left} that it had left")
+        if len(self.memory) > len(remembers) + 1:  # and the residuals of rounding
+            raise FedshiftError("it does not say what the site remembers")
+
+
+class Measures(Frozen):
+    """A site's report of a measurement."""
+
+    accuracy: float  # in percent; of other tasks than classification, their main metric
+    samples: Annotated[int, Field(ge=1, le=2**53)]  # how many were measured
+    classes: tuple[tuple[_Count, _Count] | None, ...]  # (right, of) per class; None where it is kept back
+    metrics: SiteMetrics | None = None  # at the end of a run, of a site that sends them
+    sums: GivenSums | None = None  # of confidences, likewise
+
+
+class MeasureAnswer(Frozen):
+    """What a site answers that is asked to measure a model."""
+
+    measures: Measures
+
+
+class Measured(Statistics):
+    """Stands in the ledger for a model that was sent to be measured, and for the site's report of it."""
+
+    kind = ACCURACY
+
+
+class Confidences(Statistics):
+    """Stands in the ledger for a site's sums of confidences."""
+
+    kind = CONFIDENCES
+
+
+class SummedInputs(Statistics):
+    """Stands in the ledger for a site's sums of inputs."""
+
+    kind = MOMENTS
+
+
+K = TypeVar("K", bound=NamedTensors)
+
+
+def for_ledger(kind: type[K], size: int) -> K:
+    """Content of ``size`` bytes for the ledger; it takes no memory."""
+    return kind({"bytes": torch.empty(size, dtype=torch.uint8, device="meta")})
+
+
+def sums_bytes(sums: GivenSums) -> Confidences:
+    """The numbers in a site's sums of confidences, for the ledger."""
+    numbers = 2 + 2 * len(sums.by_confidence[0]) + 2 * len(sums.losses) + sums.sums.answers.size
+    return for_ledger(Confidences, 8 * (numbers + (0 if sums.by_score is None else 2 * len(sums.by_score[0]))))
+
+
+def inputs_bytes(inputs: GivenInputs) -> SummedInputs:
+    """The numbers in sums of inputs, for the ledger."""
+    return for_ledger(SummedInputs, 8 * (1 + len(inputs.total) + len(inputs.squares) + len(inputs.cubes or ())))
+
+
+def report_bytes(report: Measures) -> Measured:
+    """The numbers in a site's report of a measurement, for the ledger."""
+    numbers, metrics = 2 + 2 * len(report.classes), report.metrics
+    if metrics is not None:
+        numbers += (
+            len(metrics.support) + len(metrics.values) + 2 * len(metrics.intervals) + 3 * len(metrics.reliability)
+        )
+    return for_ledger(Measured, 8 * numbers)
+
+
+def check_measures(report: Measures, recipe: SettingRecipe) -> None:
+    """Raise FedshiftError if the numbers of a site's report are impossible, or of another task."""
+    measuring = measuring_of(objective_of(Preprocessing.model_validate(recipe.preprocessing)))
+    most = ENTRIES[measuring.metric].high or math.inf
+    pairs = [pair for pair in report.classes if pair]
+    if not (0 <= report.accuracy <= most and all(right <= of <= report.samples for right, of in pairs)):
+        raise FedshiftError("its measurement is not an accuracy")
+    counted = recipe.classes if measuring.counts_classes else 0
+    if len(report.classes) != counted:
+        raise FedshiftError(f"it measured {len(report.classes)} classes, the experiment has {counted}")
+    if report.metrics is not None:
+        _check_metrics(report.metrics, report.samples, recipe.classes, measuring)
+    if report.sums is not None:
+        check_classes(report.sums, recipe.classes)
+        if report.sums.samples != report.samples:
+            raise FedshiftError("its sums of confidences are of another number of samples than it measured")
+
+
+def _check_metrics(metrics: SiteMetrics, samples: int, classes: int, measuring: Measuring) -> None:
+    counts = [count for count in metrics.support if count is not None]
+    of_bins = [count for *_, count in metrics.reliability]
+    if len(metrics.support) != (classes if measuring.tells_support else 0) or len(of_bins) > BINS:
+        raise FedshiftError("its metrics are of another number of classes or bins than they were asked for")
+    if (
+        metrics.samples != samples
+        or (sum(counts) if measuring.counts_classes else max(counts, default=0)) > samples
+        or sum(of_bins) > samples
+        or (metrics.events or 0) > samples
+    ):
+        raise FedshiftError("its metrics are of another number of samples than it measured")
+    if any(low > high for low, high in metrics.intervals.values()):
+        raise FedshiftError("its metrics have an interval whose lower end is above the upper one")
+    if not set(measuring.metrics).issuperset((*metrics.values, *metrics.intervals)):
+        raise FedshiftError("its metrics are of another task")

@@ -10,10 +10,9 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedshift.deploy.crypto.keys import KeyAnswer, KeyEntry
+from fedshift.deploy.crypto.masked_sums import KeyAnswer, KeyEntry
 from fedshift.deploy.remote.remote_federation import RemoteFederation
-from fedshift.deploy.remote.replies import CallAnswer, Measures
-from fedshift.deploy.remote.requests import KeyRequest, SealAsked
+from fedshift.deploy.remote.requests import CallAnswer, KeyRequest, Measures, SealAsked
 from fedshift.deploy.remote.transport import Lost, ask_sites
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Answer, Missing, Request

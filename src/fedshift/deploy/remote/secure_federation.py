@@ -13,12 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.crypto.keys import KeyAnswer, KeyCard, KeyEntry, Order
+from fedshift.deploy.crypto.masked_sums import KeyAnswer, KeyCard, KeyEntry, Order, SecureSum
 from fedshift.deploy.json_files import read_stored
 from fedshift.deploy.remote.incoming import Grace
 from fedshift.deploy.remote.orders import (
-    key_entry,
     order_in,
     second_exchange,
     sum_asked,
@@ -26,8 +24,7 @@ from fedshift.deploy.remote.orders import (
 )
 from fedshift.deploy.remote.outbox import HERE, Outbox, Written
 from fedshift.deploy.remote.remote_federation import RemoteFederation
-from fedshift.deploy.remote.replies import CallAnswer
-from fedshift.deploy.remote.requests import CallRequest, KeyRequest, SumAsked, UnmaskRequest, Work
+from fedshift.deploy.remote.requests import CallAnswer, CallRequest, KeyRequest, SumAsked, UnmaskRequest, Work
 from fedshift.deploy.remote.transport import Done, Lost, Sign, SiteError, ask_sites, open_answer, stamp
 from fedshift.deploy.remote.wire import Message, Residuals, body_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, ReplyRefused, UserError
@@ -54,17 +51,11 @@ _ENTRY = "sums"
 
 
 class _Record(Closed):
-    """The content of the file.
+    """The content of the file."""
 
-    Attributes:
-        cards: the sites' keys.
-        without: sites that gave none → error and reason.
-        answered: exchange and call → the sites of their sum, as the sites were told.
-    """
-
-    cards: dict[str, KeyEntry]
-    without: dict[str, tuple[str, str]]
-    answered: dict[str, tuple[str, ...]]
+    cards: dict[str, KeyEntry]  # the sites' keys
+    without: dict[str, tuple[str, str]]  # sites that gave none → error and reason
+    answered: dict[str, tuple[str, ...]]  # exchange and call → the sites of their sum, as the sites were told
 
 
 class SecureFederation(RemoteFederation):
@@ -288,7 +279,8 @@ class SecureFederation(RemoteFederation):
         files = super().save_memory(folder)
         if self._file.exists():
             # What the previous checkpoint covers is over, even if the coordinator is killed before this one is written.
-            self._answered = {name: sites for name, sites in self._answered.items() if _exchange_of(name) > before}
+            answered = self._answered.items()
+            self._answered = {name: sites for name, sites in answered if int(name.split("-")[0]) > before}
             self._write()
             files.setdefault(HERE, {})[_ENTRY] = self._file.name
         return files
@@ -299,7 +291,7 @@ class SecureFederation(RemoteFederation):
 
     def _write(self) -> None:
         whole = _Record(
-            cards={site: key_entry(card) for site, card in self._cards.items()},
+            cards={site: card.entry for site, card in self._cards.items()},
             without={site: (error, reason) for site, (error, reason) in self._without.items()},
             answered={name: tuple(sites) for name, sites in self._answered.items()},
         )
@@ -327,7 +319,3 @@ class _SharedOutbox(Outbox):
 
     def note_delivery(self, call: str, site: str, residuals: Residuals) -> None:
         super().note_delivery(call, ALL if call == self.call else site, residuals)
-
-
-def _exchange_of(name: str) -> int:
-    return int(name.split("-")[0])

@@ -24,15 +24,10 @@ class NewJobNeeded(FedshiftError):
 
 @dataclass(frozen=True)
 class Lost:
-    """Why a site gave no usable reply in an exchange.
+    """Why a site gave no usable reply in an exchange."""
 
-    Attributes:
-        reason: what happened, in words.
-        error: the name of the error that the site answered with, if it answered.
-    """
-
-    reason: str
-    error: str = ""
+    reason: str  # what happened, in words
+    error: str = ""  # the name of the error that the site answered with, if it answered
 
     @property
     def refused(self) -> bool:
@@ -61,15 +56,13 @@ class Transport(Protocol):
         """Send the messages; yield answers in the order of arrival.
 
         While it waits, a transport yields `Sign.QUIET`, with any name, so that the receiver can end the exchange.
-        Requests to sites that have not answered by then are withdrawn.
+        Requests to sites that have not answered by then are withdrawn. NewJobNeeded if a site is back that this job
+        cannot reach.
 
         Args:
             messages: site and message. The transport has the only reference to a message's bytes.
             deadline: seconds after which a site without an answer is `Lost`.
             patience: seconds within which sites that were lost before must fetch their message.
-
-        Raises:
-            NewJobNeeded: a site is back that this job cannot reach.
         """
         ...
 
@@ -151,12 +144,8 @@ def ask_sites(
 ) -> dict[str, Heard[A] | Lost]:
     """Ask sites outside a federation; raises `NewJobNeeded` as the transport.
 
-    Args:
-        content: that goes with each request, by site.
-        most_tensors: of an answer.
-
-    Returns:
-        The answer of each site that was asked; one that says something else is lost, with the error `ReplyRefused`.
+    Returns the answer of each site that was asked; one that says something else is lost, with the error `ReplyRefused`.
+    ``content``: that goes with each request, by site; ``most_tensors``: of an answer.
     """
     largest = LARGEST_CARD if any(request.do == "hello" for request in requests.values()) else LARGEST_HEADER
     nothing = body_of({})
@@ -169,16 +158,22 @@ def ask_sites(
     messages = drain([(site, message) for site, (_, message) in outgoing.items()])
     del outgoing
     for site, answer in transport.exchange(messages, deadline, {}):
-        if site in keys and isinstance(answer, Lost):
-            result[site] = answer
-        elif site in keys and isinstance(answer, Message):
-            result[site] = _heard(kind, site, answer, keys[site], most_tensors, largest)
+        if site in keys and not isinstance(answer, Sign):
+            result[site] = heard(kind, site, answer, keys[site], most_tensors, largest)
     return result
 
 
-def _heard(
-    kind: type[A], site: str, message: Message, key: str, most_tensors: int, largest_header: int
+def heard(
+    kind: type[A],
+    site: str,
+    message: Message | Lost,
+    key: str,
+    most_tensors: int = 0,
+    largest_header: int = LARGEST_HEADER,
 ) -> Heard[A] | Lost:
+    """What a site answered to the request ``key``, or why there is no answer of this kind."""
+    if isinstance(message, Lost):
+        return message
     try:
         opened = open_answer(kind, message, key, most_tensors, largest_header)
     except Unreadable as error:

@@ -130,11 +130,8 @@ def _digest(header: str, body_sha256: str) -> str:
 def narrow(
     content: Mapping[str, Content], wire: Wire, residuals: Residuals | None = None
 ) -> tuple[dict[str, Content], dict[str, Any]]:
-    """Round the float tensors of every `Weights` and pack them into one flat array.
-
-    Returns:
-        The content as it crosses the network, and the manifest that `widen` needs.
-    """
+    """Round the float tensors of every `Weights` and pack them into one flat array. Returns the content as it crosses
+    the network, and the manifest that `widen` needs."""
     if wire == "float32":
         return dict(content), {}
     manifest: dict[str, Any] = {}
@@ -160,11 +157,8 @@ def _narrow(path: str, value: Any, wire: Wire, residuals: Residuals | None, mani
 
 
 def widen(content: Mapping[str, Content], manifest: Any, most_tensors: int = MOST_TENSORS) -> dict[str, Content]:
-    """The inverse of `narrow`, up to rounding. Sizes are compared before anything is widened.
-
-    Raises:
-        FedshiftError: the manifest does not fit, or names more than ``most_tensors`` tensors.
-    """
+    """The inverse of `narrow`, up to rounding. Sizes are compared before anything is widened. FedshiftError if the
+    manifest does not fit, or names more than ``most_tensors`` tensors."""
     if not manifest:
         return dict(content)
     try:
@@ -202,12 +196,8 @@ def _size(shape: Any) -> int:
 def _round(flat: Tensor, wire: Wire, residual: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
     """Round ``flat`` plus the residual from before, in pieces that fit the processor's cache.
 
-    Args:
-        flat: float32 (n,); overwritten.
-        residual: bfloat16 (n,).
-
-    Returns:
-        The rounded array, and its residual in bfloat16, which is small and takes half the memory of float32.
+    Returns the rounded array, and its residual in bfloat16, which is small and takes half the memory of float32.
+    ``flat``: float32 (n,); overwritten. ``residual``: bfloat16 (n,).
     """
     left = torch.empty(len(flat), dtype=torch.bfloat16)
     if wire == "bf16":

@@ -53,15 +53,9 @@ class Identity:
     def check(self, site: str, certificate: bytes, text: bytes, signature: bytes, what: str = "the key") -> str:
         """Check who signed a text.
 
-        Args:
-            certificate: DER, as it came with the signature.
-
-        Returns:
-            The certificate's fingerprint. The caller compares it with the one on record, since the authority could
-            issue another one for the same name.
-
-        Raises:
-            Refused: the authority issued this certificate to nobody of this name, or its key did not sign the text.
+        Returns the certificate's fingerprint. The caller compares it with the one on record, since the authority could
+        issue another one for the same name. Refused if the authority issued this certificate to nobody of this name, or
+        its key did not sign the text. ``certificate``: DER, as it came with the signature.
         """
         from cryptography import x509
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm

@@ -88,10 +88,7 @@ class Peer:
 
     def handle(self, connection: GuardedConnection, frame: Any) -> None:
         """Have a frame handled by one of this peer's threads, once there is room for it; until then the caller waits.
-
-        Raises:
-            CommError: the connection ends meanwhile, or the system allows no further thread.
-        """
+        CommError if the connection ends meanwhile, or the system allows no further thread."""
         self._slow_down(connection)
         with self.changed:
             while not (connection.closing or (self._has_room() and connection.is_read())):

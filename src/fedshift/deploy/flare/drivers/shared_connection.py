@@ -1,4 +1,7 @@
-"""FLARE's connection over a socket, ended by any thread and freed by one, with frames of a bounded size."""
+"""FLARE's connection over a socket, ended by any thread and freed by one, with frames of a bounded size.
+
+How a frame looks as bytes is known here alone; FLARE has no public interface for this.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,28 @@ from typing import Any
 from nvflare.fuel.f3.comm_error import CommError
 from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo
 from nvflare.fuel.f3.drivers.socket_conn import SocketConnection
+from nvflare.fuel.f3.sfm.constants import Types
+from nvflare.fuel.f3.sfm.prefix import PREFIX_LEN, Prefix
 
-from fedshift.deploy.flare.frames import HEADER, size_of
 from fedshift.deploy.flare.limits import LARGEST_FRAME
+
+HEADER = int(PREFIX_LEN)
+"""Bytes of a frame's header."""
+PING = int(Types.PING)
+"""The kind of a frame that is answered."""
+
+
+def size_of(header: bytes | bytearray) -> int:
+    """The bytes of the whole frame, as its header says."""
+    return int(Prefix.from_bytes(header).length)
+
+
+def frame(kind: int, payload: bytes = b"", size: int | None = None) -> bytes:
+    """A frame. ``size``: what its header says of its length; None: the truth."""
+    whole = bytearray(HEADER)
+    Prefix(length=HEADER + len(payload) if size is None else size, type=kind).to_buffer(whole, 0)
+    return bytes(whole) + payload
+
 
 _log = logging.getLogger("fedshift.connection")
 

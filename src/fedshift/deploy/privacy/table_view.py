@@ -1,4 +1,4 @@
-"""What a site without a budget of privacy tells of its table: no part of a column that is in few rows."""
+"""What a site tells of its table: no part of a column that is in few rows; with a budget of privacy sums with noise."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import numpy as np
 from fedshift.data import agreement
 from fedshift.data.agreement import encoding_without_few, few_rows, without_few
 from fedshift.data.domain import Domain
-from fedshift.data.tables import TableEncoding
-from fedshift.deploy.remote.policy import Policy
+from fedshift.data.table_files import canonical
+from fedshift.data.tables import TableEncoding, TableStatistics
+from fedshift.deploy.remote.policy import Policy, PrivacyBudget
 from fedshift.deploy.site_file import Holding
 from fedshift.errors import Refused, UserError
+from fedshift.functional.differential_privacy import gaussian
+from fedshift.functional.noisy_moments import change_of_one_row, possible, unscale
+from fedshift.functional.secret_noise import SecretStream
 
 _USUAL = (0.2, 0.3)
 """The shares that protocols hold out unless they say otherwise."""
@@ -22,10 +26,7 @@ _USUAL = (0.2, 0.3)
 
 def of_many_rows(holding: Holding, policy: Policy) -> Holding:
     """A table's site as its card may show it: statistics and encoding without categories and missing cells of few rows.
-
-    Raises:
-        UserError: the data set does not count the rows of its categories.
-    """
+    UserError if the data set does not count the rows of its categories."""
     if holding.given is None or holding.given["kind"] != agreement.TABLE or policy.smallest_group == 1:
         return holding
     statistics, samples, least = holding.source.statistics(), len(holding.domain.described), policy.smallest_group
@@ -116,15 +117,13 @@ def _classes_refused(policy: Policy) -> str:
 
 def leaving(holding: Holding, policy: Policy) -> Iterator[str]:
     """Lines that say what of the data a card tells the coordinator before any training, and what stays here.
-
-    Args:
-        holding: as `of_many_rows` gives it.
-    """
+    ``holding``: as `of_many_rows` gives it."""
     given = holding.given
     if rare := _rare_classes(holding, policy):
         yield f"warning: it refuses to send {_classes_refused(policy)}; rows: {', '.join(map(str, rare[:10]))}"
     if given is not None and not policy.lets_out("statistics"):
-        yield f"warning: it takes part in no experiment: {_of(given)} needs statistics under policy.send"
+        what = "a table" if given["kind"] == agreement.TABLE else "data.standardise"
+        yield f"warning: it takes part in no experiment: {what} needs statistics under policy.send"
     if given is None or given["kind"] != agreement.TABLE:
         return
     if given["numeric"]:
@@ -142,10 +141,6 @@ def leaving(holding: Holding, policy: Policy) -> Iterator[str]:
             yield f"stays here: that {item.column} is missing in {item.rows[0]} rows, fewer than {least}"
     for text in refusals(holding, policy):
         yield f"warning: it refuses to send {text}"
-
-
-def _of(given: Mapping[str, Any]) -> str:
-    return "a table" if given["kind"] == agreement.TABLE else "data.standardise"
 
 
 def few_samples(domain: Domain, policy: Policy) -> str | None:
@@ -172,3 +167,49 @@ def few_samples(domain: Domain, policy: Policy) -> str | None:
         f"it takes part only with a protocol.test_fraction of about {low:.2f} to {high:.2f}, or 0: it has {samples} "
         f"samples {rule}"
     )
+
+
+def lacking(given: Mapping[str, Any], budget: PrivacyBudget) -> str | None:
+    """What SITE.yaml lacks for statistics with noise, in the words of its options; None if it has everything."""
+    if given["kind"] != agreement.TABLE or given.get("label") is not None:
+        return "noise can be put on the columns of a table of classes only: give the site data that are encoded already"
+    if budget.statistics_noise is None:
+        return "set privacy.statistics_noise, with privacy.ranges and privacy.categories of its columns"
+    for name in given["numeric"]:
+        if name not in budget.ranges:
+            return f"set privacy.ranges of column '{name}': the least and the largest value that it may have"
+    for name in given["categorical"]:
+        if not budget.categories.get(name):
+            return f"set privacy.categories of column '{name}': all that it may hold"
+    return None
+
+
+def with_noise(holding: Holding, budget: PrivacyBudget, stream: SecretStream) -> Holding:
+    """A table encoded by statistics with noise, which are all that its site tells of it.
+
+    ``holding``: the site's data, for which nothing is `lacking`. ``stream``: the noise. It has to be the same each time
+    that the same data are looked at.
+    """
+    assert holding.given is not None  # a table
+    numeric, categorical = holding.given["numeric"], holding.given["categorical"]
+    exact: TableStatistics = holding.source.statistics({name: budget.ranges[name] for name in numeric})
+    sums = np.stack([exact.count.astype(np.float64), exact.total, exact.squares], axis=1)
+    deviation = float(budget.statistics_noise or 0) * change_of_one_row(len(numeric))
+    noisy = possible(sums + deviation * gaussian(sums.shape, stream).double().numpy(), len(holding.domain))
+    least, most = (np.array([budget.ranges[name][end] for name in numeric], dtype=np.float64) for end in (0, 1))
+    count, total, squares = unscale(noisy, least, most).T
+    told = TableStatistics(
+        count=count.astype(np.int64),
+        total=total,
+        squares=squares,
+        any_missing=np.ones(len(numeric), dtype=np.bool_),  # whether a value is missing would tell of single rows
+        categories=tuple(
+            frozenset(canonical(str(category)) for category in budget.categories[name]) for name in categorical
+        ),
+    )
+    given = agreement.table_given(told, numeric, categorical)
+    preprocessing = agreement.common_encoding({holding.domain.name: given}, holding.data.preprocessing)
+    shown = replace(holding, given=given)
+    domain = shown.encode(preprocessing, preprocessing.shape or ())
+    data = replace(holding.data, domains={domain.name: domain}, preprocessing=preprocessing)
+    return replace(shown, domain=domain, data=data)
