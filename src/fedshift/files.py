@@ -66,6 +66,15 @@ def write_bytes(
         raise UserError(f"cannot write {path}: {error.strerror or error}; {_way_out(error)}") from error
 
 
+def read_text(path: Path, where: str = "") -> str:
+    """A file's text, without the mark of its bytes' order. UserError, after ``where``, if it is no readable UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise UserError(f"{where}{path} cannot be read: {why}") from None
+
+
 def _way_out(error: OSError) -> str:
     if isinstance(error, NotADirectoryError | FileExistsError):
         return "a folder of this path is a file: choose another folder"

@@ -158,7 +158,7 @@ class Model:
         Raises:
             UserError: the samples are not what the model reads.
         """
-        return self.trained.read(Path(X) if isinstance(X, str) else X, how_written(written or {})).shift
+        return self.trained.read(_samples(X), how_written(written)).shift
 
     def estimate(self, X: Samples, written: Written = None, source: DataSource | None = None) -> Estimate:
         """The accuracy to expect on samples without labels, in percent, with an interval of 90 %, or why there is none.
@@ -169,8 +169,7 @@ class Model:
         Raises:
             UserError: the samples are not what the model reads, or it does not tell classes apart.
         """
-        samples = Path(X) if isinstance(X, str) else X
-        return estimate_at(self.trained, self.folder, samples, how_written(written or {}), source)
+        return estimate_at(self.trained, self.folder, _samples(X), how_written(written), source)
 
     def to_label(
         self, X: Samples, number: int = 50, seed: int = 0, strata: bool | None = None, written: Written = None
@@ -190,8 +189,8 @@ class Model:
         Raises:
             UserError: the samples are not what the model reads, or it does not tell classes apart.
         """
-        path = Path(X) if isinstance(X, str) else X
-        return samples_to_label(self.trained, path, number, seed, strata=strata, written=how_written(written or {}))
+        asked = how_written(written)
+        return samples_to_label(self.trained, _samples(X), number, seed, strata=strata, written=asked)
 
     def monitor(
         self,
@@ -208,16 +207,9 @@ class Model:
         Raises:
             UserError: the samples are not what the model reads, or the log is of another model or has the month.
         """
-        path = Path(X) if isinstance(X, str) else X
+        asked, where = how_written(written), Path(log)
         return monitor(
-            self.trained,
-            self.folder,
-            path,
-            Path(log),
-            month,
-            alarms=alarms,
-            baseline=baseline,
-            written=how_written(written or {}),
+            self.trained, self.folder, _samples(X), where, month, alarms=alarms, baseline=baseline, written=asked
         )
 
     def predictions(self, X: Samples, accept_shift: bool = False, written: Written = None) -> pandas.DataFrame:
@@ -231,9 +223,8 @@ class Model:
                 training data.
         """
         frames = import_extra("pandas", extra="tables", what="predictions")
-        path = Path(X) if isinstance(X, str) else X
         check_adapted(self.trained, self.folder, accept=accept_shift)
-        result = self.trained.predict(path, accept_shift=accept_shift, written=how_written(written or {}))
+        result = self.trained.predict(_samples(X), accept_shift=accept_shift, written=how_written(written))
         columns: dict[str, Any] = {"id": [item.name for item in result]}
         if any(item.label is not None for item in result):
             columns["label"] = [item.label for item in result]
@@ -244,7 +235,7 @@ class Model:
 
     def _read_inputs(self, X: Samples, accept_shift: bool, written: Written) -> Any:
         check_adapted(self.trained, self.folder, accept=accept_shift)
-        samples = self.trained.read(Path(X) if isinstance(X, str) else X, how_written(written or {}))
+        samples = self.trained.read(_samples(X), how_written(written))
         samples.check(accept_shift)
         return samples.inputs
 
@@ -259,3 +250,7 @@ class Model:
             f"classes {', '.join(self.classes_)}",
         ]
         return f"Model({'; '.join(parts)})"
+
+
+def _samples(X: Samples) -> Samples:
+    return Path(X) if isinstance(X, str) else X

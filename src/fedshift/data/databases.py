@@ -21,6 +21,7 @@ from fedshift.data import sizes
 from fedshift.data.table_files import PLAIN, Columns, TableFormat, from_columns
 from fedshift.errors import UserError
 from fedshift.extras import import_extra
+from fedshift.files import read_text
 
 PASSWORD_FILE, PASSWORD = "FEDSHIFT_DATABASE_PASSWORD_FILE", "FEDSHIFT_DATABASE_PASSWORD"
 """Environment variables: the file that holds the password of the database's user, or the password itself."""
@@ -100,7 +101,7 @@ def read_query(
         UserError: the file or the database cannot be read, the statement writes or is wrong, or it gives no row.
     """
     sqlalchemy = import_extra("sqlalchemy", extra="databases", what=f"{where}, a query of a database,")
-    statement = _statement(query)
+    statement = read_text(query, "data.query: ")
     secret = password()
     try:
         with sizes.reading(where), _engine(sqlalchemy, held, secret).connect() as connection:
@@ -140,14 +141,6 @@ def _refusal(where: str, held: Database, error: BaseException, secret: str | Non
         f"{where}: the database, which is open for reading only, refuses ({words}): mend the query{more}",
         public=f"{where}: the database refuses the query",
     )
-
-
-def _statement(query: Path) -> str:
-    try:
-        return query.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise UserError(f"data.query: {query} cannot be read: {why}") from None
 
 
 def password() -> str | None:

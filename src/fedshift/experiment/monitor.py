@@ -21,7 +21,7 @@ from fedshift.evaluation.estimate.combination import Estimate
 from fedshift.evaluation.estimate.drift import ColumnSums, answers, answers_differ, columns_differ
 from fedshift.experiment.estimate import estimate_of
 from fedshift.experiment.predict import ToPredict, TrainedModel, check_scores
-from fedshift.files import hold_lock, write_bytes
+from fedshift.files import hold_lock, read_text, write_bytes
 from fedshift.section import Section
 
 ALARMS = 0.01
@@ -115,10 +115,7 @@ def read_log(path: Path) -> list[Month]:
     """
     if not path.exists():
         return []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no UTF-8 text'}") from None
+    lines = read_text(path).splitlines()
     log = []
     for number, line in enumerate(lines, 1):
         try:

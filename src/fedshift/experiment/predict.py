@@ -331,7 +331,7 @@ class TrainedModel:
         return out
 
 
-def how_written(fields: Mapping[str, Any]) -> SiteFormat | None:
+def how_written(fields: Mapping[str, Any] | None) -> SiteFormat | None:
     """How a table to predict is written, by fields of a data section; None if there are no fields.
 
     UserError if there is no such field, or its value does not fit.

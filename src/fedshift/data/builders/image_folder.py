@@ -36,6 +36,7 @@ from fedshift.data.images import (
 )
 from fedshift.data.site_labels import SiteLabels
 from fedshift.errors import UserError, nearest
+from fedshift.files import read_text
 from fedshift.text import join_names
 
 _LAYOUT = "root/<domain>/<class>/<image>: one folder per site, in it one folder per class; other files are left out"
@@ -226,11 +227,7 @@ ImageTree = dict[str, dict[str, list[_Image]]]
 
 def _read_listing(listing: Path, root: Path, images: ImageTree) -> set[Path]:
     """The images that a file names, one a line."""
-    try:
-        lines = listing.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise UserError(f"data.split: {listing} cannot be read: {why}") from None
+    lines = read_text(listing, "data.split: ").splitlines()
     every = (item.path for classes in images.values() for of_class in classes.values() for item in of_class)
     known = {path.relative_to(root).as_posix(): path for path in every}
     result = set()

@@ -13,6 +13,7 @@ from pydantic import Field
 from fedshift.data.images import is_image, on_disk
 from fedshift.data.published.samples import Location, Part, Samples
 from fedshift.errors import UserError
+from fedshift.files import read_text
 from fedshift.section import Section
 
 _DEEPEST = 5
@@ -97,7 +98,9 @@ class Lists(Section):
 
 def _read_list(listing: Path, location: Location, part: Part) -> list[_Image]:
     """The images of a list. Its paths may begin above the folder, as ``/data/office/amazon/…``."""
-    entries = [_entry(listing, number, line) for number, line in enumerate(_lines(listing), 1) if line.strip()]
+    entries = [
+        _entry(listing, number, line) for number, line in enumerate(read_text(listing).splitlines(), 1) if line.strip()
+    ]
     if wrong := next((label for _, label in entries if not 0 <= label < len(location.classes)), None):
         raise UserError(f"{listing}: label {wrong} is none of the {len(location.classes)} classes: get this list again")
     paths = [name.replace("\\", "/").removeprefix("./").strip("/").split("/") for name, _ in entries]
@@ -147,7 +150,7 @@ class Table(Section):
         table = _first(location.folder, self.files)
         if table is None:
             raise location.missing(f"file {self.files[0]}")
-        rows = list(csv.DictReader(_lines(table)))
+        rows = list(csv.DictReader(read_text(table).splitlines()))
         images: dict[str, list[_Image]] = {domain: [] for domain in location.chosen}
         form = self._form(rows, location, table)
         for number, row in enumerate(rows, 2):
@@ -200,11 +203,3 @@ def _samples(images: Sequence[_Image]) -> Samples:
 
 def _first(folder: Path, names: Sequence[str]) -> Path | None:
     return next((folder / name for name in names if (folder / name).exists()), None)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise UserError(f"{path} cannot be read: {why}") from None
