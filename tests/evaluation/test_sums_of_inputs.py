@@ -16,6 +16,7 @@ from test_accuracy_correction import TooSure, drawn
 
 from fedshift.evaluation.estimate.changes import Usual, changes, nearby_answers
 from fedshift.evaluation.estimate.combination import (
+    TURNED_VALUES,
     Answers,
     KnownSite,
     LeftOut,
@@ -107,3 +108,14 @@ def test_looks_of_sites_give_the_estimate_of_their_samples(noise: float) -> None
     assert by_sums == by_samples
     assert by_sums.looked_at
     assert by_sums.harmful is (noise > 0)
+
+
+@pytest.mark.parametrize(("rows", "copied", "told"), [(40, 0.0, True), (15, 0.0, False), (40, 0.2, False)])
+def test_skewnesses_of_few_different_samples_are_not_compared(rows: int, copied: float, told: bool) -> None:
+    draw = np.random.default_rng(0)
+    second = draw.random(60)
+    scores, labels = np.stack([1 - second, second], axis=1), (draw.random(60) < second).astype(np.int64)
+    there = {name: LeftOut(scores, labels, apart=Apart(0.0, 0.0, 0.0, 0.9)) for name in "abc"}
+    estimate = estimate_accuracy(there, scores[:rows], apart=Apart(0.0, 0.0, 0.0, -0.9), copied=copied)
+    assert (TURNED_VALUES in estimate.reasons) is told
+    assert estimate.harmful is told

@@ -72,6 +72,8 @@ LEVEL = 0.9
 _MOST_COPIED = 0.8
 """Samples that count as no more than this part of their number are told to be copies."""
 _OF_TWO = "it is estimated of two classes only"
+SKEWED_FROM = 20
+"""Different samples of which skewnesses are compared: those of fewer are chance."""
 TURNED_VALUES = (
     "values lie to other sides of their means than at the sites that were left out: columns are mirrored, or others"
 )
@@ -430,6 +432,8 @@ def estimate_of_cases(
     )
     stop = [*([unlike] if unlike else []), *_impossible(sites, shares)]
     different = worth(len(shares), copied)
+    if apart is not None and different < SKEWED_FROM:
+        apart = replace(apart, skewed=None)
     notes = [*([unusual] if unusual and not unlike else []), *few, *_repeats(len(shares), different)]
     if cases is None or _cannot_be_read(sites, shares):
         return replace(known, reasons=(*stop, *notes), harmful=bool(unlike), too_unlike=bool(unlike))
