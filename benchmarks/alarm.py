@@ -181,7 +181,9 @@ def judged(known: Sequence[Target], sums_of: Sums, *, by_site: bool = False, ali
         here = np.array([other == part for other in parts])
         teach = [one for one, judged_now in zip(known, here, strict=True) if not judged_now]
         sums[here] = sums_of(teach, [one for one, judged_now in zip(known, here, strict=True) if judged_now])
-    unharmed = ~harmed & (np.array([one.below < HARM for one in known]) if alike else True)
+    unharmed = ~harmed
+    if alike:
+        unharmed &= np.array([one.below < HARM for one in known])
     limit = np.quantile(sums[unharmed], 1 - FALSE_ALARMS, method="higher")
     return {
         "noticed": 100 * float((sums[harmed] > limit).mean()),
