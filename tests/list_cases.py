@@ -3,7 +3,7 @@
     python tests/list_cases.py
 
 A test that tries such an input carries `@pytest.mark.case("kind", "what was tried")`; a parameter is
-`case("kind", "what was tried", ...)` of `tried.py`. Both texts are literals.
+`case("kind", "what was tried", ...)` of `tried.py`; `cases` are many of one kind. These texts are literals.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ def cases_of(path: Path) -> Iterator[Case]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
-        texts = [argument.value for argument in call.args[:2] if isinstance(argument, ast.Constant)]
-        if ast.unparse(call.func) in ("pytest.mark.case", "case") and len(texts) == 2:
-            kind, tried = map(str, texts)
-            yield Case(kind, tried, path.relative_to(TESTS).as_posix())
+        name, arguments = ast.unparse(call.func), call.args
+        if name == "cases" and len(arguments) == 3 and isinstance(arguments[2], ast.Dict):
+            pairs = [(arguments[0], tried) for tried in arguments[2].keys]
+        else:
+            pairs = [(arguments[0], arguments[1])] if name in ("pytest.mark.case", "case") and arguments[1:] else []
+        for kind, tried in pairs:
+            if isinstance(kind, ast.Constant) and isinstance(tried, ast.Constant):
+                yield Case(str(kind.value), str(tried.value), path.relative_to(TESTS).as_posix())
 
 
 def table() -> str:

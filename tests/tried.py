@@ -1,7 +1,8 @@
-"""One parameter of a test that tries an input which once went wrong, or one of its kind."""
+"""Parameters of a test that tries inputs which once went wrong, or some of their kinds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,3 +18,16 @@ def case(kind: str, tried: str, *values: Any, id: str | None = None) -> Any:
         id: of the test's name.
     """
     return pytest.param(*values, marks=pytest.mark.case(kind, tried), id=id)
+
+
+def cases(kind: str, names: str, rows: Mapping[str, Any]) -> pytest.MarkDecorator:
+    """A test's parameters, where all are of one kind.
+
+    Args:
+        kind: of the inputs.
+        names: of the parameters, with spaces between them.
+        rows: what is tried, and the value of the parameter, or a tuple with those of many; the first are literals.
+    """
+    several = " " in names
+    each = [case(kind, tried, *(values if several else (values,))) for tried, values in rows.items()]
+    return pytest.mark.parametrize(names.split() if several else names, each)

@@ -18,7 +18,7 @@ from fedshift.data.site_differences import shared_groups, site_differences
 from fedshift.data.tables import site_statistics
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import Plan
-from tried import case
+from tried import case, cases
 
 ROWS = 60
 
@@ -65,38 +65,26 @@ def test_sites_of_equal_coding_give_no_warning(tmp_path: Path) -> None:
     assert warnings_of(tmp_path, three(patients(3))) == ()
 
 
-@pytest.mark.parametrize(
-    ("cells", "words"),
-    [
-        case(
-            "categories between sites", "M and F for m and f", respelt(str.upper), ["'M' at 'c'", "is 'm' at 'a', 'b'"]
-        ),
-        case(
-            "categories between sites",
-            "1 and 2 for m and f",
+@cases(
+    "categories between sites",
+    "cells words",
+    {
+        "M and F for m and f": (respelt(str.upper), ["'M' at 'c'", "is 'm' at 'a', 'b'"]),
+        "1 and 2 for m and f": (
             respelt(lambda cell: "12"[cell == "f"]),
             ["'1', '2' of 'c' (100 % of its rows)", "'f', 'm'"],
         ),
-        case(
-            "categories between sites",
-            "male and female for m and f",
+        "male and female for m and f": (
             respelt(lambda cell: {"m": "male", "f": "female"}[cell]),
             ["'female', 'male' of 'c' (100 %"],
         ),
-        case("categories between sites", "a full stop behind", respelt(lambda cell: f"{cell}."), ["'m.'", "is 'm'"]),
-        case(
-            "categories between sites",
-            "one row in capitals",
-            ["M", *patients(3)["sex"][1:]],
-            ["'M' at 'c' (1.67 % of its rows)"],
-        ),
-        case(
-            "categories between sites",
-            "a category that only one site has, in a fifth of its rows",
+        "a full stop behind": (respelt(lambda cell: f"{cell}."), ["'m.'", "is 'm'"]),
+        "one row in capitals": (["M", *patients(3)["sex"][1:]], ["'M' at 'c' (1.67 % of its rows)"]),
+        "a category that only one site has, in a fifth of its rows": (
             [*["divers"] * 12, *patients(3)["sex"][12:]],
             ["'divers' of 'c' (20 % of its rows)"],
         ),
-    ],
+    },
 )
 def test_categories_that_no_other_site_has(tmp_path: Path, cells: list[object], words: list[str]) -> None:
     (said,) = warnings_of(tmp_path, three(patients(3, sex=cells)))
@@ -198,25 +186,19 @@ def test_arrays_are_compared(tmp_path: Path) -> None:
 # Codes for missing values ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "rows", "share"),
-    [
-        case("categories between sites", "age 999 in all rows", "age", "999", ROWS, "999 in all of the rows of 'c'"),
-        case("categories between sites", "pressure 0 in all rows", "bp", "0", ROWS, "0 in all of the rows of 'c'"),
-        case("categories between sites", "pressure 0 in a tenth", "bp", "0", 6, "0 in 10 % of the rows of 'c'"),
-        case("categories between sites", "age -1 in four rows", "age", "-1", 4, "-1 in 6.67 %"),
-        case("categories between sites", "age -9 in four rows", "age", "-9", 4, "-9 in 6.67 %"),
-        case("categories between sites", "pressure 9999 in three rows", "bp", "9999", 3, "9999 in 5 %"),
-        case("categories between sites", "age 99, just above the oldest patient", "age", "99", 12, "99 in 20 %"),
-        case(
-            "categories between sites",
-            "a number of no usual code, far beyond the range",
-            "bp",
-            "5000",
-            5,
-            "5000 in 8.33 %",
-        ),
-    ],
+@cases(
+    "categories between sites",
+    "column value rows share",
+    {
+        "age 999 in all rows": ("age", "999", ROWS, "999 in all of the rows of 'c'"),
+        "pressure 0 in all rows": ("bp", "0", ROWS, "0 in all of the rows of 'c'"),
+        "pressure 0 in a tenth": ("bp", "0", 6, "0 in 10 % of the rows of 'c'"),
+        "age -1 in four rows": ("age", "-1", 4, "-1 in 6.67 %"),
+        "age -9 in four rows": ("age", "-9", 4, "-9 in 6.67 %"),
+        "pressure 9999 in three rows": ("bp", "9999", 3, "9999 in 5 %"),
+        "age 99, just above the oldest patient": ("age", "99", 12, "99 in 20 %"),
+        "a number of no usual code, far beyond the range": ("bp", "5000", 5, "5000 in 8.33 %"),
+    },
 )
 def test_codes_for_missing(tmp_path: Path, column: str, value: str, rows: int, share: str) -> None:
     other = patients(3)
@@ -235,44 +217,21 @@ def test_codes_within_one_site(tmp_path: Path) -> None:
     assert warnings_of(tmp_path, {"c": other}, missing_values={"bp": -999}) == ()
 
 
-@pytest.mark.parametrize(
+@cases(
+    "categories between sites",
     "draw",
-    [
-        case("categories between sites", "healthy: a count with many zeros", lambda rng, n: rng.poisson(1.0, n)),
-        case(
-            "categories between sites",
-            "healthy: cigarettes a day",
-            lambda rng, n: rng.choice([0, 0, *np.arange(1, 41)], n),
-        ),
-        case(
-            "categories between sites",
-            "healthy: ST depression, half 0",
-            lambda rng, n: np.maximum(0, rng.normal(0.5, 1, n)).round(1),
-        ),
-        case("categories between sites", "healthy: vessels 0 to 3", lambda rng, n: rng.choice([0, 1, 2, 3], n)),
-        case("categories between sites", "healthy: codes 3, 6, 7", lambda rng, n: rng.choice([3, 6, 7], n)),
-        case("categories between sites", "healthy: base excess, with -1", lambda rng, n: rng.normal(0, 2, n).round()),
-        case(
-            "categories between sites",
-            "healthy: Apgar",
-            lambda rng, n: rng.choice([7, 8, 9, 10], n, p=[0.1, 0.2, 0.6, 0.1]),
-        ),
-        case(
-            "categories between sites",
-            "healthy: a skewed laboratory value",
-            lambda rng, n: rng.lognormal(1, 1.2, n).round(1),
-        ),
-        case(
-            "categories between sites",
-            "healthy: saturation",
-            lambda rng, n: np.minimum(100, rng.normal(97, 2, n)).round(),
-        ),
-        case(
-            "categories between sites",
-            "healthy: a sign that is rare",
-            lambda rng, n: (rng.random(n) < 0.01).astype(int),
-        ),
-    ],
+    {
+        "healthy: a count with many zeros": lambda rng, n: rng.poisson(1.0, n),
+        "healthy: cigarettes a day": lambda rng, n: rng.choice([0, 0, *np.arange(1, 41)], n),
+        "healthy: ST depression, half 0": lambda rng, n: np.maximum(0, rng.normal(0.5, 1, n)).round(1),
+        "healthy: vessels 0 to 3": lambda rng, n: rng.choice([0, 1, 2, 3], n),
+        "healthy: codes 3, 6, 7": lambda rng, n: rng.choice([3, 6, 7], n),
+        "healthy: base excess, with -1": lambda rng, n: rng.normal(0, 2, n).round(),
+        "healthy: Apgar": lambda rng, n: rng.choice([7, 8, 9, 10], n, p=[0.1, 0.2, 0.6, 0.1]),
+        "healthy: a skewed laboratory value": lambda rng, n: rng.lognormal(1, 1.2, n).round(1),
+        "healthy: saturation": lambda rng, n: np.minimum(100, rng.normal(97, 2, n)).round(),
+        "healthy: a sign that is rare": lambda rng, n: (rng.random(n) < 0.01).astype(int),
+    },
 )
 def test_healthy_columns_give_no_warning(tmp_path: Path, draw: Any) -> None:
     rng = np.random.default_rng(0)
@@ -439,26 +398,19 @@ def given(folder: Path, sites: dict[str, dict[str, list[object]]]) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize(
-    ("column", "cells", "word"),
-    [
-        case("categories between sites", "deployed: M and F", "sex", respelt(str.upper), "'M' at 'c' is 'm'"),
-        case(
-            "categories between sites",
-            "deployed: 1 and 2",
-            "sex",
-            respelt(lambda cell: "12"[cell == "f"]),
-            "'1', '2' of 'c',",
-        ),
-        case("categories between sites", "deployed: pressure 0 in all rows", "bp", ["0"] * ROWS, "0 in all 60 rows"),
-        case(
-            "categories between sites",
-            "deployed: age in months",
+@cases(
+    "categories between sites",
+    "column cells word",
+    {
+        "deployed: M and F": ("sex", respelt(str.upper), "'M' at 'c' is 'm'"),
+        "deployed: 1 and 2": ("sex", respelt(lambda cell: "12"[cell == "f"]), "'1', '2' of 'c',"),
+        "deployed: pressure 0 in all rows": ("bp", ["0"] * ROWS, "0 in all 60 rows"),
+        "deployed: age in months": (
             "age",
             [float(str(value)) * 12 for value in patients(3)["age"]],
             "in other units: column 'age'",
         ),
-    ],
+    },
 )
 def test_the_coordinator_compares_what_sites_send(tmp_path: Path, column: str, cells: list[object], word: str) -> None:
     (said,) = differences(given(tmp_path, three({**patients(3), column: cells})))

@@ -24,7 +24,7 @@ from fedshift.data.locate import load_npz
 from fedshift.data.published.array_files import read_pickled
 from fedshift.data.table_files import read_table
 from fedshift.errors import UserError, is_out_of_memory
-from tried import case
+from tried import case, cases
 
 LIMIT = "0.1"
 """GiB."""
@@ -186,16 +186,13 @@ def dicom(path: Path, *, deflated: bool = False, **values: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
+@cases(
+    "declared sizes",
     "values",
-    [
-        case("declared sizes", "DICOM: 65,535 by 65,535 pixels", {"Rows": 65535, "Columns": 65535}),
-        case(
-            "declared sizes",
-            "DICOM: two thousand million frames",
-            {"Rows": 512, "Columns": 512, "NumberOfFrames": 2**31 - 1},
-        ),
-    ],
+    {
+        "DICOM: 65,535 by 65,535 pixels": {"Rows": 65535, "Columns": 65535},
+        "DICOM: two thousand million frames": {"Rows": 512, "Columns": 512, "NumberOfFrames": 2**31 - 1},
+    },
 )
 def test_a_dicom_file_that_declares_too_much(values: dict[str, Any], tmp_path: Path) -> None:
     from fedshift.data.builders.medical import slices_of

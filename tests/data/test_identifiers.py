@@ -16,7 +16,7 @@ from fedshift.data.identifiers import names_rows
 from fedshift.data.registry import parse
 from fedshift.data.site_differences import site_differences
 from fedshift.errors import UserError
-from tried import case
+from tried import case, cases
 
 pandas = pytest.importorskip("pandas")
 ROWS = 40
@@ -81,18 +81,17 @@ def csv_of(folder: Path, ending: str = "csv", **columns: Any) -> dict[str, Any]:
 
 
 @pytest.mark.threat("rare_categories")
-@pytest.mark.parametrize(
-    ("ending", "make"),
-    [
-        case("identifiers", "names listed as categorical, CSV", "csv", names_at),
-        case("identifiers", "names as categorical, Parquet", "parquet", names_at),
-        case(
-            "identifiers",
-            "numbers of patients listed as categorical",
+@cases(
+    "identifiers",
+    "ending make",
+    {
+        "names listed as categorical, CSV": ("csv", names_at),
+        "names as categorical, Parquet": ("parquet", names_at),
+        "numbers of patients listed as categorical": (
             "csv",
             lambda name: [10_000 + ord(name) * 100 + row for row in range(ROWS)],
         ),
-    ],
+    },
 )
 def test_a_listed_identifier_is_refused_unless_it_is_listed_twice(tmp_path: Path, ending: str, make: Any) -> None:
     fields = csv_of(tmp_path, ending, who=make)
@@ -175,46 +174,35 @@ def test_levels_without_rows_are_no_categories() -> None:
     assert "Doe" not in str(table)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        case(
-            "data frames",
-            "one cell <18 among numbers",
+@cases(
+    "data frames",
+    "change message",
+    {
+        "one cell <18 among numbers": (
             {"x": ["<18" if row == 3 else float(row) for row in range(ROWS)]},
             r"site 'a', row 4, column 'x': '<18' is not a number",
         ),
-        case(
-            "data frames",
-            "one cell <18, all read as text by pandas",
+        "one cell <18, all read as text by pandas": (
             {"x": ["<18" if row == 3 else str(row) for row in range(ROWS)]},
             r"site 'a', row 4, column 'x': '<18' is not a number",
         ),
-        case(
-            "data frames",
-            "a column of dates",
+        "a column of dates": (
             {"when": pandas.date_range("2024-01-01", periods=ROWS)},
             r"site 'a', row 1, column 'when': '2024-01-01 00:00:00' is not a number \(write dates as days",
         ),
-        case(
-            "data frames",
-            "a column of time spans",
+        "a column of time spans": (
             {"when": pandas.to_timedelta(np.arange(ROWS), "D")},
             r"site 'a', row 1, column 'when': '0 days 00:00:00' is not a number",
         ),
-        case(
-            "data frames",
-            "one decimal comma among numbers",
+        "one decimal comma among numbers": (
             {"x": ["1,5"] + [float(row) for row in range(ROWS - 1)]},
             r"site 'a', row 1, column 'x': '1,5' is not a number",
         ),
-        case(
-            "data frames",
-            "one infinite number",
+        "one infinite number": (
             {"x": [np.inf] + [1.0] * (ROWS - 1)},
             r"site 'a', row 1, column 'x': 'inf' is not a number",
         ),
-    ],
+    },
 )
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_bad_cell_of_a_frame_is_named(change: dict[str, Any], message: str, everywhere: bool) -> None:

@@ -21,7 +21,7 @@ from fedshift.data.builders.mask_folder import MaskFolder
 from fedshift.data.images import decode, decode_all, has_colour, on_disk, unreadable
 from fedshift.data.inference import load_for_prediction
 from fedshift.errors import UserError
-from tried import case
+from tried import case, cases
 
 TWELVE = np.array([[0, 819], [2457, 4095]], dtype=np.uint16)  # 0, 20, 60 and 100 % of 12 bits
 SHARES = [[0, 51], [153, 255]]
@@ -98,27 +98,18 @@ def pgm(path: Path, values: npt.NDArray[Any], white: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
+@cases(
+    "deep images",
     "write",
-    [
-        case("deep images", "12 bits in a PNG of 16", lambda path: png(path, TWELVE, 0, 16)),
-        case("deep images", "12 bits in a TIFF of 16", lambda path: tiff(path, TWELVE.tobytes(), (2, 2), 16)),
-        case(
-            "deep images",
-            "12 bits in a TIFF of 16 with a sign",
-            lambda path: tiff(path, TWELVE.astype("<i2").tobytes(), (2, 2), 16, form=2),
+    {
+        "12 bits in a PNG of 16": lambda path: png(path, TWELVE, 0, 16),
+        "12 bits in a TIFF of 16": lambda path: tiff(path, TWELVE.tobytes(), (2, 2), 16),
+        "12 bits in a TIFF of 16 with a sign": lambda path: tiff(
+            path, TWELVE.astype("<i2").tobytes(), (2, 2), 16, form=2
         ),
-        case(
-            "deep images",
-            "12 bits in a TIFF of 32",
-            lambda path: tiff(path, TWELVE.astype("<i4").tobytes(), (2, 2), 32, form=2),
-        ),
-        case(
-            "deep images",
-            "a TIFF of real numbers",
-            lambda path: tiff(path, TWELVE.astype("<f4").tobytes(), (2, 2), 32, form=3),
-        ),
-    ],
+        "12 bits in a TIFF of 32": lambda path: tiff(path, TWELVE.astype("<i4").tobytes(), (2, 2), 32, form=2),
+        "a TIFF of real numbers": lambda path: tiff(path, TWELVE.astype("<f4").tobytes(), (2, 2), 32, form=3),
+    },
 )
 def test_a_window_says_what_is_black_and_white(tmp_path: Path, write: Any) -> None:
     path = write(tmp_path / "a.png")
@@ -127,20 +118,19 @@ def test_a_window_says_what_is_black_and_white(tmp_path: Path, write: Any) -> No
     assert not has_colour([on_disk(path)])
 
 
-@pytest.mark.parametrize(
+@cases(
+    "deep images",
     "write",
-    [
-        case("deep images", "PNG of 16 bits", lambda path: png(path, TWELVE * 16, 0, 16)),
-        case("deep images", "TIFF of 16 bits", lambda path: tiff(path, (TWELVE * 16).tobytes(), (2, 2), 16)),
-        case(
-            "deep images",
-            "TIFF of 16 bits in which 0 is white",
-            lambda path: tiff(path, (65535 - TWELVE * 16).tobytes(), (2, 2), 16, white_is_zero=True),
+    {
+        "PNG of 16 bits": lambda path: png(path, TWELVE * 16, 0, 16),
+        "TIFF of 16 bits": lambda path: tiff(path, (TWELVE * 16).tobytes(), (2, 2), 16),
+        "TIFF of 16 bits in which 0 is white": lambda path: tiff(
+            path, (65535 - TWELVE * 16).tobytes(), (2, 2), 16, white_is_zero=True
         ),
-        case("deep images", "TIFF that says it has 12 bits", lambda path: tiff(path, twelve_bits(), (2, 2), 12)),
-        case("deep images", "PGM of 12 bits", lambda path: pgm(path, TWELVE, 4095)),
-        case("deep images", "PGM of 16 bits", lambda path: pgm(path, TWELVE * 16, 65535)),
-    ],
+        "TIFF that says it has 12 bits": lambda path: tiff(path, twelve_bits(), (2, 2), 12),
+        "PGM of 12 bits": lambda path: pgm(path, TWELVE, 4095),
+        "PGM of 16 bits": lambda path: pgm(path, TWELVE * 16, 65535),
+    },
 )
 def test_a_format_says_what_is_white(tmp_path: Path, write: Any) -> None:
     assert np.allclose(grey(write(tmp_path / "a.png")), SHARES, atol=1)

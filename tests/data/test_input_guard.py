@@ -21,7 +21,7 @@ from fedshift.data.input_guard import (
 from fedshift.data.table_files import from_columns
 from fedshift.data.tables import CategoricalColumn, NumericColumn, TableEncoding
 from fedshift.errors import UserError
-from tried import case
+from tried import case, cases
 
 ENCODING = TableEncoding(
     numeric=(
@@ -240,29 +240,16 @@ def test_statistics_are_of_all_images_and_of_no_few() -> None:
     assert image_statistics([images[:10]]) is None
 
 
-@pytest.mark.parametrize(
-    ("images", "word", "refused"),
-    [
-        case("images to predict", "images of the same kind", colour(), "", False),
-        case(
-            "images to predict", "grey ones, training had colour", np.repeat(colour()[:, :1], 3, axis=1), "grey", True
-        ),
-        case(
-            "images to predict",
-            "numbers from 0 to 1 as whole numbers",
-            (colour() / 255).round().astype(np.uint8),
-            "multiply",
-            True,
-        ),
-        case(
-            "images to predict",
-            "nearly black, as of 12 bits in 16",
-            (colour() // 20).astype(np.uint8),
-            "overlap",
-            False,
-        ),
-        case("images to predict", "black ones", np.zeros((12, 3, 8, 8), dtype=np.uint8), "black", False),
-    ],
+@cases(
+    "images to predict",
+    "images word refused",
+    {
+        "images of the same kind": (colour(), "", False),
+        "grey ones, training had colour": (np.repeat(colour()[:, :1], 3, axis=1), "grey", True),
+        "numbers from 0 to 1 as whole numbers": ((colour() / 255).round().astype(np.uint8), "multiply", True),
+        "nearly black, as of 12 bits in 16": ((colour() // 20).astype(np.uint8), "overlap", False),
+        "black ones": (np.zeros((12, 3, 8, 8), dtype=np.uint8), "black", False),
+    },
 )
 def test_images_are_compared(images: Any, word: str, refused: bool) -> None:
     found = image_shift(images, TRAINED)

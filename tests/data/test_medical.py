@@ -23,7 +23,7 @@ from pydicom.encaps import encapsulate  # noqa: E402
 from pydicom.pixels.processing import apply_color_lut, apply_modality_lut, apply_voi_lut  # noqa: E402
 from pydicom.sequence import Sequence as Items  # noqa: E402
 
-from tried import case  # noqa: E402
+from tried import case, cases  # noqa: E402
 
 PURE = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [200, 200, 200]]], dtype=np.uint8)
 HU = np.array([[-1000, 0], [40, 1000]])
@@ -168,21 +168,14 @@ def test_jpeg(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     assert np.allclose(np.array(one_of(path))[MIDDLES], PURE, atol=4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "irreversible", "syntax"),
-    [
-        case(
-            "DICOM colours",
-            "JPEG 2000 YBR_RCT, which the decoder has converted",
-            "YBR_RCT",
-            False,
-            pydicom.uid.JPEG2000Lossless,
-        ),
-        case(
-            "DICOM colours", "JPEG 2000 YBR_ICT, which the decoder has converted", "YBR_ICT", True, pydicom.uid.JPEG2000
-        ),
-        case("DICOM colours", "JPEG 2000 RGB", "RGB", False, pydicom.uid.JPEG2000Lossless),
-    ],
+@cases(
+    "DICOM colours",
+    "kind irreversible syntax",
+    {
+        "JPEG 2000 YBR_RCT, which the decoder has converted": ("YBR_RCT", False, pydicom.uid.JPEG2000Lossless),
+        "JPEG 2000 YBR_ICT, which the decoder has converted": ("YBR_ICT", True, pydicom.uid.JPEG2000),
+        "JPEG 2000 RGB": ("RGB", False, pydicom.uid.JPEG2000Lossless),
+    },
 )
 def test_jpeg_2000(tmp_path: Path, kind: str, irreversible: bool, syntax: Any) -> None:
     stored = encoded("JPEG2000", irreversible=irreversible, mct=int(kind != "RGB"), no_jp2=True)
@@ -241,22 +234,18 @@ def palette(kind: str, bits: int, first: int = 0, *, entries: int | None = None)
     return fields
 
 
-@pytest.mark.parametrize(
-    ("values", "tables"),
-    [
-        case("DICOM palettes", "entries of 8 bits", INDICES, palette("1", 8)),
-        case("DICOM palettes", "entries of 16 bits", INDICES, palette("2", 16)),
-        case("DICOM palettes", "entries of 8 bits in 16", INDICES, palette("2", 8)),
-        case(
-            "DICOM palettes",
-            "indices of 16 bits from 1000 on",
-            INDICES.astype(np.uint16) + 1000,
-            palette("2", 16, 1000),
-        ),
-        case("DICOM palettes", "signed indices", INDICES.astype(np.int16) - 2, palette("2", 16, -2)),
-        case("DICOM palettes", "segmented, entries of 16 bits", INDICES, palette("segmented", 16)),
-        case("DICOM palettes", "segmented, entries of 8 bits", INDICES, palette("segmented", 8)),
-    ],
+@cases(
+    "DICOM palettes",
+    "values tables",
+    {
+        "entries of 8 bits": (INDICES, palette("1", 8)),
+        "entries of 16 bits": (INDICES, palette("2", 16)),
+        "entries of 8 bits in 16": (INDICES, palette("2", 8)),
+        "indices of 16 bits from 1000 on": (INDICES.astype(np.uint16) + 1000, palette("2", 16, 1000)),
+        "signed indices": (INDICES.astype(np.int16) - 2, palette("2", 16, -2)),
+        "segmented, entries of 16 bits": (INDICES, palette("segmented", 16)),
+        "segmented, entries of 8 bits": (INDICES, palette("segmented", 8)),
+    },
 )
 def test_palettes(tmp_path: Path, values: npt.NDArray[Any], tables: dict[str, Any]) -> None:
     path = dicom(tmp_path / "a.dcm", values, **tables)
@@ -407,25 +396,16 @@ def table(entries: Sequence[int], first: int, bits: int) -> Items:
     return Items([made])
 
 
-@pytest.mark.parametrize(
-    ("sequence", "expected"),
-    [
-        case("DICOM tables", "VOI of 8 bits", table([255, 10, 20, 30], 0, 8), [[255, 10], [20, 30]]),
-        case("DICOM tables", "VOI of 12 bits", table([4095, 0, 819, 1638], 0, 12), [[255, 0], [51, 102]]),
-        case("DICOM tables", "VOI of 16 bits", table([65535, 0, 257, 514], 0, 16), [[255, 0], [1, 2]]),
-        case(
-            "DICOM tables",
-            "VOI that says 16 bits and holds 12",
-            table([4095, 0, 819, 1638], 0, 16),
-            [[255, 0], [51, 102]],
-        ),
-        case(
-            "DICOM tables",
-            "VOI that begins at 2: values before have its first entry",
-            table([0, 200], 2, 8),
-            [[0, 0], [0, 200]],
-        ),
-    ],
+@cases(
+    "DICOM tables",
+    "sequence expected",
+    {
+        "VOI of 8 bits": (table([255, 10, 20, 30], 0, 8), [[255, 10], [20, 30]]),
+        "VOI of 12 bits": (table([4095, 0, 819, 1638], 0, 12), [[255, 0], [51, 102]]),
+        "VOI of 16 bits": (table([65535, 0, 257, 514], 0, 16), [[255, 0], [1, 2]]),
+        "VOI that says 16 bits and holds 12": (table([4095, 0, 819, 1638], 0, 16), [[255, 0], [51, 102]]),
+        "VOI that begins at 2: values before have its first entry": (table([0, 200], 2, 8), [[0, 0], [0, 200]]),
+    },
 )
 def test_tables_of_interest(tmp_path: Path, sequence: Items, expected: list[list[int]]) -> None:
     path = dicom(tmp_path / "a.dcm", INDICES, VOILUTSequence=sequence, WindowCenter=2, WindowWidth=4)
@@ -603,29 +583,21 @@ def test_other_encodings(tmp_path: Path, syntax: str) -> None:
     assert one_of(tmp_path / "a.dcm") == [[0, 51], [102, 255]]
 
 
-@pytest.mark.parametrize(
-    ("syntax", "words"),
-    [
-        case(
-            "DICOM encodings",
-            "JPEG Lossless: the message names what to install",
+@cases(
+    "DICOM encodings",
+    "syntax words",
+    {
+        "JPEG Lossless: the message names what to install": (
             "1.2.840.10008.1.2.4.70",
             "pip install pylibjpeg pylibjpeg-libjpeg",
         ),
-        case(
-            "DICOM encodings",
-            "JPEG-LS: the message names what to install",
-            "1.2.840.10008.1.2.4.80",
-            "pip install pylibjpeg",
-        ),
-        case(
-            "DICOM encodings",
-            "HTJ2K: the message names what to install",
+        "JPEG-LS: the message names what to install": ("1.2.840.10008.1.2.4.80", "pip install pylibjpeg"),
+        "HTJ2K: the message names what to install": (
             "1.2.840.10008.1.2.4.201",
             "pip install pylibjpeg pylibjpeg-openjpeg",
         ),
-        case("DICOM encodings", "a video is refused", "1.2.840.10008.1.2.4.102", "convert it"),
-    ],
+        "a video is refused": ("1.2.840.10008.1.2.4.102", "convert it"),
+    },
 )
 def test_encodings_that_are_not_installed(tmp_path: Path, syntax: str, words: str) -> None:
     uid = pydicom.uid.UID(syntax)

@@ -16,7 +16,7 @@ from fedshift.data.builders.own_tables import Table
 from fedshift.data.table_files import PLAIN, Columns, SiteFormat, TableFormat, number_of, read_table
 from fedshift.data.tables import encode_rows, encoding_of, numbers, rows_of
 from fedshift.errors import UserError
-from tried import case
+from tried import case, cases
 
 openpyxl = pytest.importorskip("openpyxl")
 pandas = pytest.importorskip("pandas")
@@ -127,21 +127,20 @@ def test_what_is_no_number(tmp_path: Path, cell: str) -> None:
         numbers(read(tmp_path, f"x,y\n1,a\n{cell},b\n"), "x")
 
 
-@pytest.mark.parametrize(
-    ("cell", "form", "value"),
-    [
-        case("CSV numbers", "2.330,0", "2.330,0", {"decimal": ",", "thousands": "."}, 2330.0),
-        case("CSV numbers", "1.061 as a thousand", "1.061", {"decimal": ",", "thousands": "."}, 1061.0),
-        case("CSV numbers", "1,061 as a thousand", "1,061", {"thousands": ","}, 1061.0),
-        case("CSV numbers", "two groups and a sign", "-1,234,567.5", {"thousands": ","}, -1234567.5),
-        case(
-            "CSV numbers", "a narrow blank between groups", "1\u202f234,5", {"decimal": ",", "thousands": " "}, 1234.5
-        ),
-        case("CSV numbers", "Swiss thousands", "1’234.5", {"thousands": "'"}, 1234.5),
-        case("CSV numbers", "a decimal comma beside thousands", "2,5", {"decimal": ",", "thousands": "."}, 2.5),
-        case("CSV numbers", "three decimals after a comma", "2,500", {"decimal": ",", "thousands": "."}, 2.5),
-        case("CSV numbers", "no group", "999", {"thousands": ","}, 999.0),
-    ],
+@cases(
+    "CSV numbers",
+    "cell form value",
+    {
+        "2.330,0": ("2.330,0", {"decimal": ",", "thousands": "."}, 2330.0),
+        "1.061 as a thousand": ("1.061", {"decimal": ",", "thousands": "."}, 1061.0),
+        "1,061 as a thousand": ("1,061", {"thousands": ","}, 1061.0),
+        "two groups and a sign": ("-1,234,567.5", {"thousands": ","}, -1234567.5),
+        "a narrow blank between groups": ("1\u202f234,5", {"decimal": ",", "thousands": " "}, 1234.5),
+        "Swiss thousands": ("1’234.5", {"thousands": "'"}, 1234.5),
+        "a decimal comma beside thousands": ("2,5", {"decimal": ",", "thousands": "."}, 2.5),
+        "three decimals after a comma": ("2,500", {"decimal": ",", "thousands": "."}, 2.5),
+        "no group": ("999", {"thousands": ","}, 999.0),
+    },
 )
 def test_numbers_in_groups(tmp_path: Path, cell: str, form: dict[str, Any], value: float) -> None:
     table = read(tmp_path, f'x;y\n"{cell}";a\n', ("x",), separator=";", **form)
@@ -307,16 +306,15 @@ def test_an_excel_file_that_declares_many_cells(tmp_path: Path) -> None:
     assert time.process_time() - began < 5
 
 
-@pytest.mark.parametrize(
+@cases(
+    "Excel files",
     "rows",
-    [
-        case(
-            "Excel files", "a row beyond those of Excel", b'<row r="99999999999"><c r="A99999999999"><v>7</v></c></row>'
-        ),
-        case("Excel files", "a column beyond those of Excel", b'<row r="2"><c r="ZZZZZZ2"><v>7</v></c></row>'),
-        case("Excel files", "a text that is not there", b'<row r="2"><c r="A2" t="s"><v>999</v></c></row>'),
-        case("Excel files", "XML that is cut off", b'<row r="2"><c r="A2"><v>7</v>'),
-    ],
+    {
+        "a row beyond those of Excel": b'<row r="99999999999"><c r="A99999999999"><v>7</v></c></row>',
+        "a column beyond those of Excel": b'<row r="2"><c r="ZZZZZZ2"><v>7</v></c></row>',
+        "a text that is not there": b'<row r="2"><c r="A2" t="s"><v>999</v></c></row>',
+        "XML that is cut off": b'<row r="2"><c r="A2"><v>7</v>',
+    },
 )
 def test_a_sheet_that_is_made_up(tmp_path: Path, rows: bytes) -> None:
     path = with_sheet(tmp_path / "a.xlsx", SHEET % (b"", b'<row r="1"><c r="A1"><v>1</v></c></row>' + rows))
@@ -487,51 +485,28 @@ def test_words_of_all_sites_are_kept_for_predictions(tmp_path: Path) -> None:
     assert np.array_equal(new, same)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        case(
-            "exports per site",
-            "a spelling of a number",
-            {"spellings": {"age": {"old": "90"}}},
-            "'age' is listed under numeric",
-        ),
-        case("exports per site", "a word that YAML reads as true", {"spellings": {"sex": {True: "m"}}}, "in quotes"),
-        case(
-            "exports per site",
-            "an unknown site",
-            {"per_site": {"suoth": {"decimal": ","}}},
-            "no site 'suoth'; did you mean 'south'",
-        ),
-        case("exports per site", "a unit of a class", {"units": {"outcome": 2}}, "'outcome' is no column of numbers"),
-        case("exports per site", "a factor of 0", {"units": {"chol": 0}}, "greater than 0"),
-        case("exports per site", "a factor that is no number", {"units": {"chol": float("nan")}}, "finite"),
-        case(
-            "exports per site",
-            "a code in a column of categories",
+@cases(
+    "exports per site",
+    "options message",
+    {
+        "a spelling of a number": ({"spellings": {"age": {"old": "90"}}}, "'age' is listed under numeric"),
+        "a word that YAML reads as true": ({"spellings": {"sex": {True: "m"}}}, "in quotes"),
+        "an unknown site": ({"per_site": {"suoth": {"decimal": ","}}}, "no site 'suoth'; did you mean 'south'"),
+        "a unit of a class": ({"units": {"outcome": 2}}, "'outcome' is no column of numbers"),
+        "a factor of 0": ({"units": {"chol": 0}}, "greater than 0"),
+        "a factor that is no number": ({"units": {"chol": float("nan")}}, "finite"),
+        "a code in a column of categories": (
             {"per_site": {"south": {"missing_values": {"sex": 1}}}},
             "'sex' is not listed under numeric",
         ),
-        case("exports per site", "points for decimals and thousands", {"thousands": "."}, "both '.'"),
-        case(
-            "exports per site",
-            "a site's decimal point where all group by points",
+        "points for decimals and thousands": ({"thousands": "."}, "both '.'"),
+        "a site's decimal point where all group by points": (
             {"thousands": ".", "decimal": ",", "per_site": {"south": {"decimal": "."}}},
             "both '.'",
         ),
-        case(
-            "exports per site",
-            "two columns with one new name",
-            {"rename": {"a": "age", "b": "age"}},
-            "two columns become 'age'",
-        ),
-        case(
-            "exports per site",
-            "an option that is not of files",
-            {"per_site": {"south": {"label": "Diagnose"}}},
-            "per_site",
-        ),
-    ],
+        "two columns with one new name": ({"rename": {"a": "age", "b": "age"}}, "two columns become 'age'"),
+        "an option that is not of files": ({"per_site": {"south": {"label": "Diagnose"}}}, "per_site"),
+    },
 )
 def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):

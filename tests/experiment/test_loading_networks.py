@@ -20,7 +20,7 @@ import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.experiment.predict import load_model
-from tried import case
+from tried import case, cases
 
 FILE = strange_ends.__file__
 
@@ -245,23 +245,22 @@ def test_parts_are_those_that_the_run_stored(tmp_path: Path) -> None:
 # Before training -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        case("networks that cannot train", "complex", "complex", r"complex64 \('weight'\)"),
-        case(
-            "networks that cannot train", "sparse", "sparse", r"sparse gradients \('embedding.weight'\).*sparse=False"
-        ),
-        case("networks that cannot train", "tuple", "tuple", "returns tuple while it trains.*scores alone"),
-        case("networks that cannot train", "features tuple", "features_tuple", "returns tuple while it trains"),
-        case("networks that cannot train", "dict", "dict", "returns dict while it trains"),
-        case("networks that cannot train", "list", "list", "returns list while it trains"),
-        case("networks that cannot train", "none", "none", "returns NoneType while it trains"),
-        case("networks that cannot train", "sum", "sum", r"shape \(\) while it trains"),
-        case("networks that cannot train", "raises", "raises", r"strange_ends\.py, line \d+\): KeyError"),
-        case("networks that cannot train", "in place", "in_place", "RuntimeError: .*inplace"),
-        case("networks that cannot train", "detached", "detached", "RuntimeError"),
-    ],
+@cases(
+    "networks that cannot train",
+    "kind words",
+    {
+        "complex": ("complex", r"complex64 \('weight'\)"),
+        "sparse": ("sparse", r"sparse gradients \('embedding.weight'\).*sparse=False"),
+        "tuple": ("tuple", "returns tuple while it trains.*scores alone"),
+        "features tuple": ("features_tuple", "returns tuple while it trains"),
+        "dict": ("dict", "returns dict while it trains"),
+        "list": ("list", "returns list while it trains"),
+        "none": ("none", "returns NoneType while it trains"),
+        "sum": ("sum", r"shape \(\) while it trains"),
+        "raises": ("raises", r"strange_ends\.py, line \d+\): KeyError"),
+        "in place": ("in_place", "RuntimeError: .*inplace"),
+        "detached": ("detached", "RuntimeError"),
+    },
 )
 def test_a_network_that_cannot_train_is_told_in_one_line_before(kind: str, words: str, tmp_path: Path) -> None:
     options = experiment(sites(tmp_path / "data"), model={"name": f"{FILE}:Unfit", "kind": kind})
