@@ -31,11 +31,14 @@ def drawn(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_nothing_on_changes_nothing() -> None:
+def test_nothing_on_changes_nothing_and_certain_greyscale_all() -> None:
     batch = images()
     assert augment(batch, Augmentation(), drawn()) is batch
     assert preset("none").is_identity
     assert not any(found.is_identity for name, found in PRESETS.items() if name != "none")
+    out = augment(images(), Augmentation(greyscale=1.0), drawn())
+    assert torch.equal(out[:, 0], out[:, 1])
+    assert torch.equal(out[:, 0], out[:, 2])
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -47,26 +50,26 @@ def test_range_shape_and_repeatability(name: str, channels: int, seed: int) -> N
     before = batch.clone()
     first, second = augment(batch, preset(name), drawn(seed)), augment(batch, preset(name), drawn(seed))
     assert first.shape == batch.shape
-    assert first.min() >= 0
-    assert first.max() <= 1
+    assert 0 <= first.min() <= first.max() <= 1
     assert torch.equal(first, second)
     assert torch.equal(batch, before)
 
 
-def test_a_certain_flip_is_torch_flip() -> None:
+def test_flips_are_those_of_torch() -> None:
     batch = images()
     assert torch.equal(augment(batch, Augmentation(flip=1.0), drawn()), batch.flip(-1))
     whole = Augmentation(flip=1.0, crop_scale=(1.0, 1.0))  # through the resampling: the crop is the whole image
     assert torch.allclose(augment(batch, whole, drawn()), batch.flip(-1), atol=1e-5)
     assert torch.allclose(augment(batch, Augmentation(crop_scale=(1.0, 1.0)), drawn()), batch, atol=1e-5)
-
-
-def test_about_half_of_the_images_are_mirrored() -> None:
     batch = images(400, 1, 4)
     out = augment(batch, Augmentation(flip=0.5), drawn(3))
     kept = (out == batch).flatten(1).all(1)
     assert 150 < kept.sum() < 250
     assert torch.equal(out[~kept], batch[~kept].flip(-1))
+    batch = images()
+    assert torch.equal(augment(batch, Augmentation(flip_vertical=1.0), drawn()), batch.flip(-2))
+    both = Augmentation(flip=1.0, flip_vertical=1.0, crop_scale=(1.0, 1.0))
+    assert torch.allclose(augment(batch, both, drawn()), batch.flip(-1, -2), atol=1e-5)
 
 
 def test_a_crop_shows_part_of_the_image() -> None:
@@ -77,14 +80,6 @@ def test_a_crop_shows_part_of_the_image() -> None:
     assert torch.allclose(span, torch.full_like(span, 0.5), atol=0.02)
     assert out[:, 0, 32, 0].max() > 0.4  # crops lie everywhere
     assert out[:, 0, 32, 0].min() < 0.1
-
-
-def test_a_certain_vertical_flip() -> None:
-    """As it is, and through the resampling beside the other flip."""
-    batch = images()
-    assert torch.equal(augment(batch, Augmentation(flip_vertical=1.0), drawn()), batch.flip(-2))
-    both = Augmentation(flip=1.0, flip_vertical=1.0, crop_scale=(1.0, 1.0))
-    assert torch.allclose(augment(batch, both, drawn()), batch.flip(-1, -2), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["shear", "scale", "shift", "rotate", "cut_out"])
@@ -131,9 +126,11 @@ def test_a_policy_is_torchvision_s(policy: str) -> None:
     assert 0 <= grey.min() <= grey.max() <= 1
 
 
-def test_a_policy_leaves_masks_behind() -> None:
+def test_what_is_no_augmentation() -> None:
     with pytest.raises(UserError, match="cannot move masks"):
         augment_with_masks(images(), images(), Augmentation(policy="augmix"), drawn())
+    with pytest.raises(UserError, match="did you mean 'csac'"):
+        preset("csca")
 
 
 def factor(value: float, number: int = 6) -> Tensor:
@@ -169,33 +166,11 @@ def test_red_turned_by_a_third_is_green() -> None:
     assert torch.allclose(colour.adjust_hue(red, factor(1 / 3, 1)).flatten(), torch.tensor([0.0, 1.0, 0.0]), atol=1e-5)
 
 
-def test_certain_greyscale() -> None:
-    out = augment(images(), Augmentation(greyscale=1.0), drawn())
-    assert torch.equal(out[:, 0], out[:, 1])
-    assert torch.equal(out[:, 0], out[:, 2])
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"flip": 1.2},
-        {"crop_scale": (0.0, 1.0)},
-        {"crop_scale": (0.9, 0.8)},
-        {"hue": 0.6},
-        {"crop_ratio": (2, 3)},
-        {"shear": 1.0},
-        {"scale": 1.0},
-        {"rotate": -1},
-    ],
-)
-def test_bounds(fields: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
-        Augmentation.model_validate(fields)
-
-
-def test_unknown_preset() -> None:
-    with pytest.raises(UserError, match="did you mean 'csac'"):
-        preset("csca")
+def test_bounds() -> None:
+    crops = [("crop_scale", (0.0, 1.0)), ("crop_scale", (0.9, 0.8)), ("crop_ratio", (2, 3))]
+    for field, value in (*crops, ("flip", 1.2), ("hue", 0.6), ("shear", 1.0), ("scale", 1.0), ("rotate", -1)):
+        with pytest.raises(ValidationError, match=field):
+            Augmentation.model_validate({field: value})
 
 
 def test_to_network_scales_and_normalises() -> None:
@@ -213,10 +188,7 @@ def test_to_network_scales_and_normalises() -> None:
     assert stored.dtype == torch.uint8
 
 
-# Strong views: what is changed are the pixels that were stored, and what comes out is normalised once -----------------
-
-
-def test_a_view_that_changes_nothing_gives_the_inputs_back() -> None:
+def test_a_strong_view_changes_the_pixels_that_were_stored() -> None:
     preprocessing = Preprocessing(kind="image", channels=3, size=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
     pixels = torch.rand(5, 3, 8, 8)
     mean, std = (torch.tensor(part).view(1, 3, 1, 1) for part in (preprocessing.mean, preprocessing.std))
@@ -224,20 +196,11 @@ def test_a_view_that_changes_nothing_gives_the_inputs_back() -> None:
     view = strong_view(inputs, Augmentation(), preprocessing, torch.Generator())
     torch.testing.assert_close(view, inputs, atol=1e-5, rtol=1e-5)
 
-
-def test_a_grey_view_has_the_luminance_of_the_pixels() -> None:
-    """Greyscale of every image: three equal channels before normalisation, weighted sums of the stored ones."""
-    preprocessing = Preprocessing(kind="image", channels=3, size=8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
-    pixels = torch.rand(4, 3, 8, 8)
-    mean, std = (torch.tensor(part).view(1, 3, 1, 1) for part in (preprocessing.mean, preprocessing.std))
-    view = strong_view((pixels - mean) / std, Augmentation(greyscale=1.0), preprocessing, torch.Generator())
+    # Greyscale of every image: three equal channels before normalisation, weighted sums of the stored ones.
+    view = strong_view(inputs, Augmentation(greyscale=1.0), preprocessing, torch.Generator())
     grey = 0.2989 * pixels[:, 0] + 0.587 * pixels[:, 1] + 0.114 * pixels[:, 2]
     back = view * std + mean
     for channel in range(3):
         torch.testing.assert_close(back[:, channel], grey, atol=2e-3, rtol=0)
-
-
-def test_vectors_have_no_strong_view() -> None:
-    inputs = torch.rand(3, 7)
-    strong = Augmentation(brightness=0.9)
-    assert torch.equal(strong_view(inputs, strong, Preprocessing(kind="features"), torch.Generator()), inputs)
+    vectors, strong = torch.rand(3, 7), Augmentation(brightness=0.9)
+    assert torch.equal(strong_view(vectors, strong, Preprocessing(kind="features"), torch.Generator()), vectors)

@@ -61,8 +61,15 @@ def respelt(how: Any) -> list[object]:
     return [how(cell) for cell in patients(3)["sex"]]
 
 
-def test_sites_of_equal_coding_give_no_warning(tmp_path: Path) -> None:
+@pytest.mark.case("copies of rows", "healthy: a table of three signs, whose rows must repeat")
+@pytest.mark.case("copies of rows", "healthy: every site counts its rows from 1 on")
+def test_healthy_sites_give_no_warning(tmp_path: Path) -> None:
     assert warnings_of(tmp_path, three(patients(3))) == ()
+    draws = np.random.default_rng(0)
+    sites = {name: {column: draws.choice(["0", "1"], 80).tolist() for column in ("p", "q", "r", "y")} for name in "abc"}
+    assert warnings_of(tmp_path, sites, numeric=["p"], categorical=["q", "r"]) == ()
+    counted = [str(number) for number in range(1, ROWS + 1)]
+    assert warnings_of(tmp_path, {"a": patients(1, who=counted), "b": patients(2, who=counted)}, id="who") == ()
 
 
 @cases(
@@ -112,7 +119,10 @@ def test_spellings_that_look_alike(tmp_path: Path, here: str, there: str) -> Non
 
 
 @pytest.mark.case("categories between sites", "two sites of four each way: every category is known elsewhere")
-def test_two_groups_of_sites(tmp_path: Path) -> None:
+@pytest.mark.case(
+    "categories between sites", "genotypes AA, Aa, aa, which all sites have, and a rare category of one site"
+)
+def test_categories_of_groups_of_sites(tmp_path: Path) -> None:
     sites = {name: patients(number) for number, name in enumerate("abcd")}
     for name in "cd":
         sites[name]["sex"] = ["12"[cell == "f"] for cell in sites[name]["sex"]]
@@ -122,12 +132,6 @@ def test_two_groups_of_sites(tmp_path: Path) -> None:
         sites[name]["sex"] = ["FM"[cell == "1"] for cell in sites[name]["sex"]]
     (said,) = warnings_of(tmp_path, sites)
     assert "spells" in said
-
-
-@pytest.mark.case(
-    "categories between sites", "genotypes AA, Aa, aa, which all sites have, and a rare category of one site"
-)
-def test_categories_that_may_differ_in_case(tmp_path: Path) -> None:
     draws = np.random.default_rng(0)
     sites = {
         name: patients(number, sex=draws.choice(["AA", "Aa", "aa"], ROWS).tolist()) for number, name in enumerate("abc")
@@ -137,9 +141,15 @@ def test_categories_that_may_differ_in_case(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("categories between sites", "one site, site check: a slip in 2 of 60 rows")
-def test_a_slip_within_one_site(tmp_path: Path) -> None:
+@pytest.mark.case("categories between sites", "one site, site check: -999 in three rows, without any other site")
+def test_one_site_alone(tmp_path: Path) -> None:
     (said,) = warnings_of(tmp_path, {"a": patients(1, sex=["M", "M", *patients(1)["sex"][2:]])})
     assert "'M' (2 rows) and 'm' at 'a'" in said
+    other = patients(3)
+    other["bp"][:3] = ["-999"] * 3
+    (said,) = warnings_of(tmp_path, {"c": other})
+    assert "column 'bp' has -999 in 5 % of the rows of 'c'" in said
+    assert warnings_of(tmp_path, {"c": other}, missing_values={"bp": -999}) == ()
 
 
 @pytest.mark.case("categories between sites", "a sign of 1 and 2 at one site, 0 and 1 at the others")
@@ -155,7 +165,8 @@ def test_a_sign_in_other_digits(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("categories between sites", "data frames: the same columns as in files")
-def test_frames_are_compared_as_files_are() -> None:
+@pytest.mark.case("categories between sites", "arrays without names of columns: -999 in a column of one site")
+def test_frames_and_arrays_are_compared_as_files_are(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     sites = three(patients(3, sex=respelt(str.upper)))
     sites["c"]["bp"][:6] = ["-99"] * 6
@@ -168,10 +179,6 @@ def test_frames_are_compared_as_files_are() -> None:
     categories, codes = site_differences(data)
     assert "'M' at 'c'" in categories
     assert "column 'bp' has -99 in 10 %" in codes
-
-
-@pytest.mark.case("categories between sites", "arrays without names of columns: -999 in a column of one site")
-def test_arrays_are_compared(tmp_path: Path) -> None:
     files = {}
     for number, name in enumerate("ab"):
         x = np.random.default_rng(number).normal(5, 1, (60, 3))
@@ -206,15 +213,6 @@ def test_codes_for_missing(tmp_path: Path, column: str, value: str, rows: int, s
     (said,) = warnings_of(tmp_path, three(other))
     assert f"column '{column}' has {share}" in said
     assert "missing_values" in said
-
-
-@pytest.mark.case("categories between sites", "one site, site check: -999 in three rows, without any other site")
-def test_codes_within_one_site(tmp_path: Path) -> None:
-    other = patients(3)
-    other["bp"][:3] = ["-999"] * 3
-    (said,) = warnings_of(tmp_path, {"c": other})
-    assert "column 'bp' has -999 in 5 % of the rows of 'c'" in said
-    assert warnings_of(tmp_path, {"c": other}, missing_values={"bp": -999}) == ()
 
 
 @cases(
@@ -255,13 +253,10 @@ def test_missing_cells_are_counted_before_they_are_filled(tmp_path: Path) -> Non
 
 
 @pytest.mark.case("categories between sites", "a column without a value at one site")
-def test_a_column_that_a_site_does_not_have(tmp_path: Path) -> None:
+@pytest.mark.case("categories between sites", "a column with one value at one site, and by chance with a rare sign")
+def test_a_column_without_values_or_with_one(tmp_path: Path) -> None:
     (said,) = warnings_of(tmp_path, three(patients(3, bp=[""] * 58 + ["120", "130"])))
     assert "'bp' has no value, or almost none, at 'c' (2 of 60 rows)" in said
-
-
-@pytest.mark.case("categories between sites", "a column with one value at one site, and by chance with a rare sign")
-def test_a_column_that_never_changes(tmp_path: Path) -> None:
     (said,) = warnings_of(tmp_path, three(patients(3, bp=["120.5"] * ROWS)))
     assert "'bp' never changes at some sites: 120.5 in all 60 rows" in said
     (said,) = warnings_of(tmp_path, three(patients(3, sex=["f"] * ROWS)))
@@ -294,23 +289,18 @@ def test_real_hospitals() -> None:
 # Copies ---------------------------------------------------------------------------------------------------------------
 
 
-def planned(folder: Path, sites: dict[str, dict[str, list[object]]], **options: Any) -> Plan:
-    data = {"name": "table", "sites": write(folder, **sites), "label": "y", "numeric": ["age", "bp"], **options}
-    experiment = parse(
-        {
-            "data": data,
-            "protocol": {"targets": ["c"], "seeds": [0], "test_fraction": 0.3},
-            "model": {"name": "linear"},
-            "methods": [{"name": "fedavg"}],
-        }
-    )
+def planned(data: dict[str, Any], **protocol: Any) -> Plan:
+    cut = {"targets": ["c"], "seeds": [0], "test_fraction": 0.3, **protocol}
+    experiment = parse({"data": data, "protocol": cut, "model": "linear", "methods": ["fedavg"]})
     return Plan(experiment, experiment.data.build())
 
 
 @pytest.mark.case("copies of rows", "every row twice: half of the held-out rows train")
 def test_rows_that_repeat_within_a_site(tmp_path: Path) -> None:
     twice = {name: [*cells, *cells] for name, cells in patients(1).items()}
-    plan = planned(tmp_path, {"a": twice, "b": patients(2), "c": patients(3)}, categorical=["sex"])
+    sites = write(tmp_path, a=twice, b=patients(2), c=patients(3))
+    columns = {"label": "y", "numeric": ["age", "bp"], "categorical": ["sex"]}
+    plan = planned({"name": "table", "sites": sites, **columns})
     (said,) = plan.site_differences
     split = plan.split("c", 0)
     held_out, train = ({row % ROWS for row in rows["a"].tolist()} for rows in (split.held_out, split.train))
@@ -320,33 +310,17 @@ def test_rows_that_repeat_within_a_site(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("copies of rows", "50 of 110 patients appended once more, in another order")
-def test_a_part_of_the_rows_again(tmp_path: Path) -> None:
+@pytest.mark.case("copies of rows", "the ids of rows repeat within a site and between sites")
+def test_copies_are_counted(tmp_path: Path) -> None:
     again = {name: [*cells, *cells[49::-1]] for name, cells in patients(1).items()}
     (said,) = warnings_of(tmp_path, {"a": again, "b": patients(2)})
     assert "50 of 110 samples of 'a'" in said
-
-
-@pytest.mark.case("copies of rows", "healthy: a table of three signs, whose rows must repeat")
-def test_rows_that_chance_repeats(tmp_path: Path) -> None:
-    draws = np.random.default_rng(0)
-    sites = {name: {column: draws.choice(["0", "1"], 80).tolist() for column in ("p", "q", "r", "y")} for name in "abc"}
-    assert warnings_of(tmp_path, sites, numeric=["p"], categorical=["q", "r"]) == ()
-
-
-@pytest.mark.case("copies of rows", "the ids of rows repeat within a site and between sites")
-def test_ids_that_repeat(tmp_path: Path) -> None:
     names = [f"P{number:04}" for number in range(200)]
     sites = {"a": patients(1, who=[*names[:30], *names[:30]]), "b": patients(2, who=names[25:85])}
     within, between = warnings_of(tmp_path, sites, id="who")
     assert "60 of 60 rows of 'a'" in within
     assert "5 of 'a' and 'b'" in between
     assert not any(name in text for name in names for text in (within, between))
-
-
-@pytest.mark.case("copies of rows", "healthy: every site counts its rows from 1 on")
-def test_ids_that_only_count(tmp_path: Path) -> None:
-    counted = [str(number) for number in range(1, ROWS + 1)]
-    assert warnings_of(tmp_path, {"a": patients(1, who=counted), "b": patients(2, who=counted)}, id="who") == ()
 
 
 def arrays(folder: Path, offset: int) -> dict[str, str]:
@@ -362,15 +336,7 @@ def arrays(folder: Path, offset: int) -> dict[str, str]:
 @pytest.mark.case("numbers of patients", "every site numbers its patients from 0: 60 of 200 rows are measured")
 def test_groups_that_sites_share(tmp_path: Path) -> None:
     def plan(offset: int, **protocol: Any) -> Plan:
-        experiment = parse(
-            {
-                "data": {"name": "arrays", "sites": arrays(tmp_path, offset)},
-                "protocol": {"targets": ["c"], "seeds": [0], "test_fraction": 0.3, **protocol},
-                "model": {"name": "linear"},
-                "methods": [{"name": "fedavg"}],
-            }
-        )
-        return Plan(experiment, experiment.data.build())
+        return planned({"name": "arrays", "sites": arrays(tmp_path, offset)}, **protocol)
 
     common, fewer = plan(0).site_differences
     assert "100 of 'a' and 'b'" in common
@@ -422,7 +388,8 @@ def test_the_coordinator_compares_what_sites_send(tmp_path: Path, column: str, c
     "categories between sites",
     "deployed, healthy: equal coding, a rare category at one site, a sign that nobody has at one site",
 )
-def test_the_coordinator_says_nothing_of_healthy_sites(tmp_path: Path) -> None:
+@pytest.mark.case("categories between sites", "deployed: a column of arrays in other units, and one that never changes")
+def test_the_coordinator_compares_arrays_and_passes_healthy_sites(tmp_path: Path) -> None:
     assert list(differences(given(tmp_path, three(patients(3))))) == []
     other = patients(3, smoker=["0"] * ROWS)
     other["sex"][:2] = ["x"] * 2
@@ -431,9 +398,6 @@ def test_the_coordinator_says_nothing_of_healthy_sites(tmp_path: Path) -> None:
     many = patients(3, bp=[str(number % 5) for number in range(ROWS)])
     assert list(differences(given(tmp_path, {**sparse, "c": many}))) == []
 
-
-@pytest.mark.case("categories between sites", "deployed: a column of arrays in other units, and one that never changes")
-def test_the_coordinator_compares_arrays() -> None:
     def sums(seed: int, factor: float) -> dict[str, Any]:
         x = np.random.default_rng(seed).normal([5, 50, 1], [1, 10, 1], (60, 3)) * [1, factor, 1]
         x[:, 2] = 7 if seed == 2 else x[:, 2]

@@ -77,14 +77,7 @@ def test_a_statement_that_writes_is_refused(statement: str, place: Path, monkeyp
     assert hashlib.sha256((place / "held.db").read_bytes()).hexdigest() == before
 
 
-def test_sqlite_itself_is_open_for_reading_only(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the authorizer, the file's own mode refuses."""
-    monkeypatch.setattr(sqlite3, "SQLITE_DENY", sqlite3.SQLITE_OK)
-    with pytest.raises(UserError, match="readonly database"):
-        asked(place, "DELETE FROM person RETURNING person_id")
-
-
-def test_mistakes_are_one_line(place: Path) -> None:
+def test_mistakes_are_one_line_and_sqlite_itself_reads_only(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for statement, message in (
         ("SELECT height FROM person", "no such column"),
         ("SELECT person_id, person_id FROM person", "two columns 'person_id': name one of them with AS"),
@@ -99,6 +92,9 @@ def test_mistakes_are_one_line(place: Path) -> None:
         read_query(Database(f"sqlite:///{place / 'held.db'}"), place / "gone.sql", "gone.sql")
     with pytest.raises(UserError, match="there is no database sqlite:"):
         read_query(Database("sqlite:///nowhere.db"), place / "query.sql", "query.sql")
+    monkeypatch.setattr(sqlite3, "SQLITE_DENY", sqlite3.SQLITE_OK)
+    with pytest.raises(UserError, match="readonly database"):
+        asked(place, "DELETE FROM person RETURNING person_id")
 
 
 def table_section(**fields: Any) -> dict[str, Any]:
@@ -113,7 +109,7 @@ def table_section(**fields: Any) -> dict[str, Any]:
     return {"data": {**section, **fields}, "model": "linear", "methods": ["fedavg"], "protocol": {"seeds": [0]}}
 
 
-def test_addresses_start_from_the_folder_of_the_experiment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_database_of_a_site_or_of_all(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sqlite_database(place / "other.db", seed=1, persons=30)
     shutil.copy(EXAMPLES / "omop.sql", place)
     monkeypatch.chdir("/")
@@ -121,9 +117,6 @@ def test_addresses_start_from_the_folder_of_the_experiment(place: Path, monkeypa
     assert [len(domain) for domain in data.domains.values()] == [40, 30]
     assert data.classes == ("no", "yes")
     assert data.input_shape == (2 + 1 + 2,)  # age, glucose, whether it is missing, two genders
-
-
-def test_one_database_of_all_sites(place: Path) -> None:
     shutil.copy(EXAMPLES / "omop.sql", place)
     by_gender = table_section(sites=None, file="sqlite:///held.db", site_column="gender", categorical=[])
     data = parse(by_gender, folder=place).data.build()

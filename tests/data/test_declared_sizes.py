@@ -83,7 +83,9 @@ def test_arrays_that_declare_too_much(
 
 
 @pytest.mark.case("declared sizes", "npz: 200 kB that expand to 200 MB")
-def test_an_archive_that_expands(tmp_path: Path) -> None:
+@pytest.mark.case("declared sizes", "npz: many arrays that fit one by one")
+@pytest.mark.case("declared sizes", "npz: fits exactly, one byte more does not")
+def test_sizes_of_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive,
         archive.open("x.npy", "w") as member,
@@ -93,16 +95,8 @@ def test_an_archive_that_expands(tmp_path: Path) -> None:
             member.write(bytes(1 << 20))
     assert (tmp_path / "a.npz").stat().st_size < 300_000
     assert "200.0 MiB" in refused(tmp_path / "a.npz", load_npz)
-
-
-@pytest.mark.case("declared sizes", "npz: many arrays that fit one by one")
-def test_arrays_that_declare_too_much_together(tmp_path: Path) -> None:
     members = {f"x{number}": array_file((10 << 20,), "|u1") for number in range(20)}
     refused(archive_of(tmp_path / "a.npz", **members), load_npz)
-
-
-@pytest.mark.case("declared sizes", "npz: fits exactly, one byte more does not")
-def test_the_limit_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez(tmp_path / "a.npz", x=np.arange(1 << 17, dtype=np.float64))
     monkeypatch.setenv(sizes.VARIABLE, str(2**20 / 2**30))
     assert len(load_npz(tmp_path / "a.npz")["x"]) == 1 << 17
@@ -119,7 +113,8 @@ def test_what_is_damaged_is_still_said_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("declared sizes", "Parquet: 133 kB with 30 million rows")
-def test_a_table_of_many_rows(tmp_path: Path) -> None:
+@pytest.mark.case("declared sizes", "Parquet: 60 kB of rows that repeat a text of 100 kB")
+def test_parquet_that_declares_or_repeats_much(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     piece = arrow.table({"x": arrow.array(np.zeros(10**6, dtype=np.int8))})
     with parquet.ParquetWriter(tmp_path / "a.parquet", piece.schema, compression="zstd") as writer:
@@ -127,10 +122,6 @@ def test_a_table_of_many_rows(tmp_path: Path) -> None:
             writer.write_table(piece)
     assert (tmp_path / "a.parquet").stat().st_size < 133_000
     refused(tmp_path / "a.parquet", read_table)
-
-
-@pytest.mark.case("declared sizes", "Parquet: 60 kB of rows that repeat a text of 100 kB")
-def test_a_table_that_repeats_a_long_text(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = arrow.DictionaryArray.from_arrays(arrow.array([0, None, 1] * 2000), ["x" * 100_000, "y"])
     parquet.write_table(arrow.table({"t": texts.cast("string")[:3], "n": [1.5, 2.0, None]}), tmp_path / "a.parquet")
@@ -146,11 +137,15 @@ def test_a_table_that_repeats_a_long_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("declared sizes", "PNG: 60 kB of 7,000 by 7,000 pixels")
-def test_an_image_of_many_pixels(tmp_path: Path) -> None:
+def test_images_and_pickles_that_are_too_large(tmp_path: Path) -> None:
     Image.new("L", (7000, 7000)).save(tmp_path / "a.png")
     refused(tmp_path / "a.png", lambda path: decode(on_disk(path), 1, 8, 8))
     Image.new("L", (5000, 5000)).save(tmp_path / "b.png")
     assert decode(on_disk(tmp_path / "b.png"), 1, 8, 8).shape == (1, 8, 8)
+    path = tmp_path / "data.pkl"
+    with path.open("wb") as stream:
+        stream.truncate(200 << 20)  # a hole: it takes no room on the disk
+    refused(path, read_pickled)
 
 
 @pytest.mark.parametrize("ending", [".nii", ".nii.gz"])
@@ -201,8 +196,8 @@ def test_a_dicom_file_that_declares_too_much(values: dict[str, Any], tmp_path: P
 
 
 @pytest.mark.case("declared sizes", "DICOM: deflated, 300 kB that expand to 300 MB")
-def test_a_deflated_dicom_file_that_expands(tmp_path: Path) -> None:
-    """An honest one is read; the other has the same content after 300 MB of a private element."""
+@pytest.mark.case("declared sizes", "DICOM: deflated bytes that are damaged")
+def test_deflated_dicom_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedshift.data.builders.medical import slices_of
 
     honest = dicom(tmp_path / "a.dcm", deflated=True)
@@ -219,10 +214,6 @@ def test_a_deflated_dicom_file_that_expands(tmp_path: Path) -> None:
     (tmp_path / "b.dcm").write_bytes(content[:start] + b"".join(pieces))
     assert (tmp_path / "b.dcm").stat().st_size < 400_000
     refused(tmp_path / "b.dcm", slices_of)
-
-
-@pytest.mark.case("declared sizes", "DICOM: deflated bytes that are damaged")
-def test_a_damaged_deflated_dicom_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedshift.data.builders.medical import slices_of
 
     monkeypatch.setenv(sizes.VARIABLE, "0.0001")
@@ -306,10 +297,3 @@ def test_what_says_that_there_is_no_memory() -> None:
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(error_of(lambda: torch.zeros(3) @ torch.zeros(4)))
     assert not is_out_of_memory(error_of(lambda: io.BytesIO().fileno()))
-
-
-def test_a_pickle_larger_than_memory_allows_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "data.pkl"
-    with path.open("wb") as stream:
-        stream.truncate(200 << 20)  # a hole: it takes no room on the disk
-    refused(path, read_pickled)

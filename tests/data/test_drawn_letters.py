@@ -16,6 +16,7 @@ def test_sites_classes_and_shapes() -> None:
     for domain in data.domains.values():
         assert domain.inputs.shape == (2 * len(LETTERS), 3, 16, 16)
         assert np.bincount(domain.labels).tolist() == [2] * len(LETTERS)
+    assert DrawnLetters.manifest().counts == dict.fromkeys(HANDS, DrawnLetters().per_class * 16)
 
 
 @pytest.mark.parametrize("colour", [True, False])
@@ -36,7 +37,3 @@ def test_letters_are_told_within_a_site_and_not_between_those_that_look_unlike()
     known = LogisticRegression(max_iter=300).fit(pixels["print"][train], data["print"].labels[train])
     assert known.score(pixels["print"][~train], data["print"].labels[~train]) > 0.8
     assert known.score(pixels["screen"], data["screen"].labels) < 0.3
-
-
-def test_the_manifest_counts_what_the_defaults_draw() -> None:
-    assert DrawnLetters.manifest().counts == dict.fromkeys(HANDS, DrawnLetters().per_class * 16)

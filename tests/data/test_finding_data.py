@@ -27,12 +27,9 @@ from fedshift.errors import UserError
 from fedshift.experiment.environment import data_fingerprint
 
 
-def test_every_name_leads_to_a_builder_of_that_name() -> None:
+def test_names_and_fields() -> None:
     for name in names():
         assert source_class(name).model_fields["name"].default == name
-
-
-def test_names_and_fields_that_do_not_exist() -> None:
     with pytest.raises(UserError, match="'rotated_digit'; did you mean 'rotated_digits'"):
         parse({"name": "rotated_digit"})
     with pytest.raises(UserError, match=r"data\.name: .*known: amazon_reviews, "):
@@ -41,9 +38,6 @@ def test_names_and_fields_that_do_not_exist() -> None:
         parse({"name": "rotated_digits", "sizes": 16})
     with pytest.raises(ValidationError):
         parse({"name": "rotated_digits", "size": 4})
-
-
-def test_options_survive_being_written_down() -> None:
     source = parse({"name": "rotated_digits", "angles": [0, 30], "per_class": 5})
     assert parse(source.model_dump(mode="json")) == source
 
@@ -134,13 +128,10 @@ def test_pacs_in_folders_with_a_split_list_that_does_not_fit(tmp_path: Path, mon
         parse({"name": "pacs", "size": 16}).build()
 
 
-def test_checksums(tmp_path: Path) -> None:
+def test_checksums_and_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"abc")
     assert sha256_of(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-
-
-def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "a" / "b"))
     assert cache_dir() == tmp_path / "a" / "b"
     assert cache_dir().is_dir()
@@ -173,29 +164,23 @@ def test_what_every_data_set_must_hold(bad: Domain, message: str) -> None:
         check_dataset(data_set(good=GOOD, bad=bad))
 
 
-def test_data_sets_without_domains_or_classes() -> None:
+def test_classes_of_data_sets() -> None:
     with pytest.raises(UserError, match="no domain"):
         check_dataset(data_set())
     with pytest.raises(UserError, match="fewer than two classes"):
         check_dataset(replace(data_set(good=GOOD), classes=("x",)))
     assert check_dataset(data_set(good=GOOD)).warnings == ()
-
-
-def test_classes_that_differ_in_capitals_alone_are_warned_of() -> None:
     data = data_set(good=GOOD)
     names = ("ill", "Ill ", "well", "ILL")[: len(data.classes)]
     found = check_dataset(replace(data, classes=names)).warnings
     assert "'ill' and 'Ill '" in found[0]
-
-
-def test_classes_that_differ() -> None:
     assert agreed_classes({"a": ["2", "10"], "b": ["10"]}, what="c", allow_missing=False) == ("2", "10")
     with pytest.raises(UserError, match=r"'a' has \[cat, dog\]; 'c' has \[cat, dogs\]"):
         agreed_classes({"a": ["dog", "cat"], "b": ["cat"], "c": ["dogs", "cat"]}, what="c", allow_missing=False)
     assert natural_order(["b", "10", "-1", "9", "a"]) == ("-1", "9", "10", "a", "b")
 
 
-def test_images_to_predict(tmp_path: Path) -> None:
+def test_samples_to_predict(tmp_path: Path) -> None:
     preprocessing = Preprocessing(kind="image", channels=3, size=8, shape=(3, 8, 8))
     for name, level in (("b/2.png", 20), ("a.png", 10), (".hidden/x.png", 0)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -213,9 +198,6 @@ def test_images_to_predict(tmp_path: Path) -> None:
         load_for_prediction(tmp_path / "empty", preprocessing)
     with pytest.raises(UserError, match="does not exist"):
         load_for_prediction(tmp_path / "nowhere", preprocessing)
-
-
-def test_arrays_to_predict(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     np.savez(path, x=np.zeros((2, 8, 8, 3), dtype=np.uint8))
     preprocessing = Preprocessing(kind="image", channels=3, size=8, shape=(3, 8, 8))
@@ -229,9 +211,6 @@ def test_arrays_to_predict(tmp_path: Path) -> None:
     np.savez(path, x=np.full((2, 5), np.nan, dtype=np.float32))
     with pytest.raises(UserError, match="NaN"):
         load_for_prediction(path, Preprocessing(kind="features", shape=(5,)))
-
-
-def test_training_images_predict_as_they_were_trained(tmp_path: Path) -> None:
     data = RotatedDigits(per_class=2).build()
     image = data.domains["D15"].inputs
     assert isinstance(image, np.ndarray)

@@ -273,15 +273,12 @@ def test_a_listed_image_may_be_corrupt(tmp_path: Path, monkeypatch: pytest.Monke
     assert (len(north), north.test_rows.tolist()) == (15, [0, 7, 12])  # type: ignore[union-attr]
 
 
-def test_a_random_split_beside_a_fixed_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"protocol\.split: random"):
-        fedshift.check(experiment(section(tmp_path), {**PROTOCOLS[0], "split": "random"}))
-    with pytest.raises(ValidationError, match="is the split"):
-        Table.model_validate(section(tmp_path, numeric=["age", "part"]))
-
-
-def test_check_says_which_test_samples_are_fixed(tmp_path: Path) -> None:
+def test_a_fixed_split_is_shown_and_goes_with_no_other(tmp_path: Path) -> None:
     (tmp_path / "e.yaml").write_text(json.dumps(experiment(section(tmp_path), PROTOCOLS[0])))
     said = CliRunner().invoke(app, ["check", str(tmp_path / "e.yaml")], env={"COLUMNS": "200"})
     assert said.exit_code == 0, said.output
     assert "fixed by data.split" in said.output
+    with pytest.raises(UserError, match=r"protocol\.split: random"):
+        fedshift.check(experiment(section(tmp_path), {**PROTOCOLS[0], "split": "random"}))
+    with pytest.raises(ValidationError, match="is the split"):
+        Table.model_validate(section(tmp_path, numeric=["age", "part"]))

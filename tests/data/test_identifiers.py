@@ -137,14 +137,11 @@ def test_patients_with_some_visits_are_no_categories(tmp_path: Path, each: int, 
 
 
 @pytest.mark.case("identifiers", "eight rows at each of five sites, one name each")
-def test_small_sites_are_counted_together() -> None:
+@pytest.mark.case("identifiers", "labels of one value per row: column, array of words")
+def test_rows_of_all_sites_and_labels_that_name_rows(tmp_path: Path) -> None:
     frames = {name: site(name, who=names_at(name)).head(8) for name in "abcde"}
     with pytest.raises(UserError, match="all sites together: column 'who' has 40 different values in 40 rows"):
         built(frames)
-
-
-@pytest.mark.case("identifiers", "labels of one value per row: column, array of words")
-def test_labels_that_name_rows_are_no_classes(tmp_path: Path) -> None:
     fields = csv_of(tmp_path, who=names_at) | {"label": "who"}
     with pytest.raises(UserError, match=r"'who' has 40 different values in 40 rows.*task: regression"):
         Table.model_validate(fields).build()
@@ -165,13 +162,32 @@ def test_categories_stay_categories() -> None:
 
 
 @pytest.mark.case("data frames", "a Categorical whose unused levels are names of patients")
-def test_levels_without_rows_are_no_categories() -> None:
+@pytest.mark.case("data frames", "the word None as a class and as a category; None itself is missing")
+@pytest.mark.case("data frames", "nullable integers with a missing cell; codes as text; numbers as pandas categories")
+def test_columns_of_frames_are_read_by_their_values() -> None:
     levels = ["low", "high", *names_at("a")]
     frames = {name: site(name, s=pandas.Categorical(["low", "high"] * 20, categories=levels)) for name in "ab"}
     table = built(frames).preprocessing.table
     assert table is not None
     assert [one["categories"] for one in table["categorical"]] == [["f", "m"], ["high", "low"]]
     assert "Doe" not in str(table)
+    frames = {name: (site(name, w=["None", "some"] * 20), np.array(["None", "ill"] * 20)) for name in "ab"}
+    data = Table.model_validate(data_section(frames)).build()
+    assert data.classes == ("None", "ill")
+    assert data.preprocessing.table is not None
+    assert data.preprocessing.table["categorical"][1]["categories"] == ["None", "some"]
+    absent = built({name: site(name, w=pandas.Series([None, "some"] * 20, dtype=object)) for name in "ab"})
+    assert absent.preprocessing.table is not None
+    assert absent.preprocessing.table["categorical"][1]["categories"] == ["some"]
+    whole = pandas.array([1, None, *range(ROWS - 2)], dtype="Int64")
+    mixed = pandas.Series([None, 2, *range(ROWS - 2)], dtype=object)
+    columns = {"n": whole, "o": mixed, "code": ["1", "2"] * 20, "stage": pandas.Categorical([1, 2] * 20)}
+    fields = data_section({name: (site(name, **columns), [0, 1] * 20) for name in "ab"})
+    assert fields["numeric"] == ["x", "z", "n", "o"]
+    assert fields["categorical"] == ["g", "code", "stage"]
+    frame = site("a", months=np.linspace(1, 9, ROWS), died=np.arange(ROWS) % 2)
+    section = data_section({"a": frame}, time="months", event="died", task="time_to_event")
+    assert set(section["numeric"]) | set(section["categorical"]) == {"x", "z", "g"}
 
 
 @cases(
@@ -219,31 +235,3 @@ def test_a_column_that_a_site_lacks_is_named(lacking: str) -> None:
     with pytest.raises(UserError, match=rf"site '{lacking}' has no column 'z'"):
         built(frames)
     assert built(frames, numeric=["x"], categorical=["g"]).input_shape == (3,)
-
-
-@pytest.mark.case("data frames", "the word None as a class and as a category; None itself is missing")
-def test_the_word_none_is_a_value() -> None:
-    frames = {name: (site(name, w=["None", "some"] * 20), np.array(["None", "ill"] * 20)) for name in "ab"}
-    data = Table.model_validate(data_section(frames)).build()
-    assert data.classes == ("None", "ill")
-    assert data.preprocessing.table is not None
-    assert data.preprocessing.table["categorical"][1]["categories"] == ["None", "some"]
-    absent = built({name: site(name, w=pandas.Series([None, "some"] * 20, dtype=object)) for name in "ab"})
-    assert absent.preprocessing.table is not None
-    assert absent.preprocessing.table["categorical"][1]["categories"] == ["some"]
-
-
-@pytest.mark.case("data frames", "nullable integers with a missing cell; codes as text; numbers as pandas categories")
-def test_types_of_columns() -> None:
-    whole = pandas.array([1, None, *range(ROWS - 2)], dtype="Int64")
-    mixed = pandas.Series([None, 2, *range(ROWS - 2)], dtype=object)
-    columns = {"n": whole, "o": mixed, "code": ["1", "2"] * 20, "stage": pandas.Categorical([1, 2] * 20)}
-    fields = data_section({name: (site(name, **columns), [0, 1] * 20) for name in "ab"})
-    assert fields["numeric"] == ["x", "z", "n", "o"]
-    assert fields["categorical"] == ["g", "code", "stage"]
-
-
-def test_time_and_event_of_a_frame_are_no_inputs() -> None:
-    frame = site("a", months=np.linspace(1, 9, ROWS), died=np.arange(ROWS) % 2)
-    section = data_section({"a": frame}, time="months", event="died", task="time_to_event")
-    assert set(section["numeric"]) | set(section["categorical"]) == {"x", "z", "g"}

@@ -137,9 +137,13 @@ def test_a_format_says_what_is_white(tmp_path: Path, write: Any) -> None:
 
 
 @pytest.mark.case("deep images", "a compressed TIFF of 16 bits, big endian")
-def test_a_compressed_tiff(tmp_path: Path) -> None:
+@pytest.mark.case("deep images", "orientation tags are followed in 16 bits")
+def test_tiffs_of_16_bits(tmp_path: Path) -> None:
     Image.fromarray(TWELVE.astype(">u2")).save(tmp_path / "a.tif", compression="tiff_lzw", big_tiff=False)
     assert grey(tmp_path / "a.tif", WINDOW) == SHARES
+    image = Image.fromarray(TWELVE)
+    image.save(tmp_path / "a.tif", tiffinfo={0x0112: 3})  # turned by 180 degrees
+    assert grey(tmp_path / "a.tif", WINDOW) == [row[::-1] for row in SHARES[::-1]]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,8 @@ def test_nothing_says_what_is_white(tmp_path: Path, bits: int, form: int, dtype:
 
 
 @pytest.mark.case("deep images", "NaN and infinity are black")
-def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+@pytest.mark.case("deep images", "TIFF of 8 bits with a sign is refused")
+def test_numbers_that_are_not_finite_or_have_a_sign(tmp_path: Path) -> None:
     values = np.array([[np.nan, np.inf], [2457, 4095]], dtype="<f4")
     path = tiff(tmp_path / "a.tif", values.tobytes(), (2, 2), 32, form=3)
     assert grey(path, WINDOW) == [[0, 0], [153, 255]]
@@ -168,39 +173,34 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     path = tiff(tmp_path / "b.tif", np.full(4, np.nan, "<f4").tobytes(), (2, 2), 32, form=3)
     with pytest.raises(UserError, match="no finite number"):
         grey(path)
-
-
-@pytest.mark.case("deep images", "TIFF of 8 bits with a sign is refused")
-def test_eight_bits_with_a_sign(tmp_path: Path) -> None:
     path = tiff(tmp_path / "a.tif", np.array([-5, 0, 5, 100], "i1").tobytes(), (2, 2), 8, form=2)
     with pytest.raises(UserError, match=r"a\.tif"):
         grey(path)
-
-
-@pytest.mark.case("deep images", "orientation tags are followed in 16 bits")
-def test_orientation(tmp_path: Path) -> None:
-    image = Image.fromarray(TWELVE)
-    image.save(tmp_path / "a.tif", tiffinfo={0x0112: 3})  # turned by 180 degrees
-    assert grey(tmp_path / "a.tif", WINDOW) == [row[::-1] for row in SHARES[::-1]]
 
 
 # Modes of 8 bits
 
 
 @pytest.mark.case("image modes", "RGB of 16 bits: its upper bits")
-def test_colours_of_16_bits(tmp_path: Path) -> None:
+@pytest.mark.case("image modes", "grey with alpha, of 8 and of 16 bits")
+@pytest.mark.case("image modes", "TIFF of 8 bits in which 0 is white")
+@pytest.mark.case("image modes", "palette with transparent entries: their colours stay")
+def test_modes_of_8_and_16_bits(tmp_path: Path) -> None:
     values = np.array([[[65535, 0, 0], [0, 65535, 0]], [[0, 0, 65535], [51400, 51400, 51400]]], dtype=np.uint16)
     assert colour(png(tmp_path / "a.png", values, 2, 16)) == [
         [[255, 0, 0], [0, 255, 0]],
         [[0, 0, 255], [200, 200, 200]],
     ]
-
-
-@pytest.mark.case("image modes", "grey with alpha, of 8 and of 16 bits")
-def test_grey_with_alpha(tmp_path: Path) -> None:
     values = np.array([[[10, 255], [20, 0]], [[30, 128], [40, 255]]], dtype=np.uint16)
     assert grey(png(tmp_path / "a.png", values, 4, 8)) == [[10, 20], [30, 40]]
     assert grey(png(tmp_path / "b.png", values * 257, 4, 16)) == [[10, 20], [30, 40]]
+    path = tiff(tmp_path / "a.tif", bytes([255, 204, 102, 0]), (2, 2), 8, white_is_zero=True)
+    assert grey(path) == SHARES
+    image = Image.new("P", (2, 2))
+    image.putpalette([9, 8, 7, 1, 2, 3])
+    image.putdata([0, 1, 1, 0])
+    image.save(tmp_path / "a.png", transparency=bytes([0, 128]))
+    assert colour(tmp_path / "a.png") == [[[9, 8, 7], [1, 2, 3]], [[1, 2, 3], [9, 8, 7]]]
 
 
 @pytest.mark.parametrize(
@@ -214,21 +214,6 @@ def test_grey_with_alpha(tmp_path: Path) -> None:
 def test_few_bits(tmp_path: Path, bits: int, factor: int) -> None:
     values = np.array([[0, 1], [2**bits - 1, 0]], dtype=np.uint8)
     assert grey(png(tmp_path / "a.png", values, 0, bits)) == (values.astype(int) * factor).tolist()
-
-
-@pytest.mark.case("image modes", "TIFF of 8 bits in which 0 is white")
-def test_zero_is_white(tmp_path: Path) -> None:
-    path = tiff(tmp_path / "a.tif", bytes([255, 204, 102, 0]), (2, 2), 8, white_is_zero=True)
-    assert grey(path) == SHARES
-
-
-@pytest.mark.case("image modes", "palette with transparent entries: their colours stay")
-def test_palette_with_transparency(tmp_path: Path) -> None:
-    image = Image.new("P", (2, 2))
-    image.putpalette([9, 8, 7, 1, 2, 3])
-    image.putdata([0, 1, 1, 0])
-    image.save(tmp_path / "a.png", transparency=bytes([0, 128]))
-    assert colour(tmp_path / "a.png") == [[[9, 8, 7], [1, 2, 3]], [[1, 2, 3], [9, 8, 7]]]
 
 
 @pytest.mark.parametrize(
@@ -273,10 +258,17 @@ def test_further_pages_are_counted(tmp_path: Path, name: str, options: dict[str,
 
 
 @pytest.mark.case("files left out", "the preview in a camera's JPEG is no second page")
-def test_previews_are_no_pages(tmp_path: Path) -> None:
+@pytest.mark.case("files left out", "a GIF whose second frame is cut off is refused in one line")
+def test_previews_and_cut_frames(tmp_path: Path) -> None:
     first, second = Image.new("RGB", (20, 20), (200, 0, 0)), Image.new("RGB", (20, 20), (0, 0, 200))
     first.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[second])
     assert decode_all([on_disk(tmp_path / "a.jpg")], 3, 2, 2, "x").paged == ()
+    whole = two(tmp_path / "a.gif").read_bytes()
+    begin = whole.rindex(b"\x2c")  # the second frame's descriptor
+    for end in range(begin - 12, begin + 12):
+        (tmp_path / "b.gif").write_bytes(whole[:end])
+        with suppress(UserError):  # and no other error
+            assert decode(on_disk(tmp_path / "b.gif"), 3, 2, 2).shape == (3, 2, 2)
 
 
 # Warnings of a data set
@@ -293,17 +285,14 @@ def folders(root: Path, deep: dict[str, int]) -> Path:
 
 
 @pytest.mark.case("deep images", "12 bits in 16 are warned of with file, range and what to set, also from the cache")
-def test_a_site_that_uses_little_of_its_range(tmp_path: Path) -> None:
+@pytest.mark.case("deep images", "a window is kept for predictions")
+def test_a_site_that_uses_little_of_its_range_and_a_window(tmp_path: Path) -> None:
     root = folders(tmp_path / "x", {"a": 4000, "b": 65535})
     for _ in range(2):
         data = ImageFolder(root=root, size=8).build()
         (said,) = [text for text in data.warnings if "white" in text]
         assert "site 'a'" in said
         assert all(word in said for word in ("0 to 4000", "65535", "[2047.5, 4095]", str(root / "a")))
-
-
-@pytest.mark.case("deep images", "a window is kept for predictions")
-def test_a_window_is_kept(tmp_path: Path) -> None:
     root = folders(tmp_path / "x", {"a": 4095, "b": 4095})
     data = ImageFolder(root=root, size=8, window=WINDOW).build()
     assert not [text for text in data.warnings if "white" in text]
@@ -412,16 +401,6 @@ def test_quiet(tmp_path: Path) -> None:
             options = {"transparency": bytes([0, 128])} if mode == "P" else {}
             Image.new(mode, (4, 4)).save(tmp_path / "a.png", **options)
             assert decode(on_disk(tmp_path / "a.png"), 3, 2, 2).shape == (3, 2, 2)
-
-
-@pytest.mark.case("files left out", "a GIF whose second frame is cut off is refused in one line")
-def test_a_cut_second_frame(tmp_path: Path) -> None:
-    whole = two(tmp_path / "a.gif").read_bytes()
-    begin = whole.rindex(b"\x2c")  # the second frame's descriptor
-    for end in range(begin - 12, begin + 12):
-        (tmp_path / "b.gif").write_bytes(whole[:end])
-        with suppress(UserError):  # and no other error
-            assert decode(on_disk(tmp_path / "b.gif"), 3, 2, 2).shape == (3, 2, 2)
 
 
 def test_the_cache_is_encrypted_where_a_key_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,16 +71,13 @@ def test_arrays_tensors_and_data_sets_are_what_files_are(tmp_path: Path) -> None
     assert same(built({name: Photos(*pair) for name, pair in IMAGES.items()}), images)
 
 
-def test_masked_values_are_not_trained_on() -> None:
+def test_masked_values_and_labels_that_are_words(tmp_path: Path) -> None:
     x, y = next(iter(FEATURES.values()))
     for masked in (np.ma.masked_greater(x, np.median(x)), [np.ma.masked_equal(row, row[0]) for row in x]):
         with pytest.raises(UserError, match="masked"):
             built({**FEATURES, next(iter(FEATURES)): (masked, y)})
     whole = np.ma.masked_array(x)  # masks nothing
     assert same(built({**FEATURES, next(iter(FEATURES)): (whole, y)}), built(FEATURES))
-
-
-def test_labels_that_are_words(tmp_path: Path) -> None:
     words = {name: (x, np.array(["well", "ill"])[y]) for name, (x, y) in FEATURES.items()}
     data = built(words)
     assert data.classes == ("ill", "well")
@@ -124,10 +121,12 @@ def test_data_sets_of_hugging_face(tmp_path: Path) -> None:
         built({site: one.remove_columns("label") for site, one in held.items()})
 
 
-def test_other_processes_cannot_read_them() -> None:
+def test_samples_of_this_process_alone() -> None:
     experiment = parse({"data": FEATURES, "model": "linear", "methods": ["fedavg"]})
     with pytest.raises(UserError, match=r"engine\.parallel_runs"), parallel_workers(experiment, Path("runs"), 1, []):
         pass
+    rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+    assert InMemory(rows, None).inputs("site").tolist() == rows
 
 
 @pytest.mark.parametrize(
@@ -148,8 +147,3 @@ def test_one_line_for_each_mistake(site: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         built({"a": FEATURES["a"], "b": site})
     assert "\n" not in str(caught.value)
-
-
-def test_a_list_of_samples_to_predict_holds_inputs_alone() -> None:
-    rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
-    assert InMemory(rows, None).inputs("site").tolist() == rows

@@ -106,45 +106,36 @@ def test_usual_mistakes_are_refused_by_column(column: str, change: Any, share: s
 
 
 @pytest.mark.case("shares of new data", "a tenth of the rows in another coding: said, and not refused")
-def test_a_few_rows_are_a_warning() -> None:
+@pytest.mark.case("shares of new data", "3 of 100 rows are unusual, as in any hospital: not a word")
+@pytest.mark.case("shares of new data", "one patient, in months: said, and not refused")
+@pytest.mark.case("shares of new data", "healthy: one patient six deviations from the mean")
+def test_few_rows_are_said_and_not_refused() -> None:
     found = shift_of(patients(sex=["M"] * 6 + ["male"] * 54))
     assert found.refusal is None
     assert found.warning is not None
     assert "10 % of the rows" in found.warning
-
-
-@pytest.mark.case("shares of new data", "3 of 100 rows are unusual, as in any hospital: not a word")
-def test_single_unusual_rows_are_none() -> None:
     cells = patients(100)
     cells["age"][:3], cells["sex"][3] = [105, 0, 110], "unknown"
     assert shift_of(cells).warning is None
-
-
-@pytest.mark.case("shares of new data", "one patient, in months: said, and not refused")
-def test_one_patient_is_never_refused() -> None:
     found = shift_of({"age": [650], "chol": [250], "sex": ["M"]})
     assert found.refusal is None
     assert found.warning is not None
     assert "'age'" in found.warning
     assert "'sex'" in found.warning
+    assert shift_of({"age": [54], "chol": [247 + 6 * 52], "sex": ["male"]}).warning is None
+    assert "'chol'" in (shift_of({"age": [54], "chol": [247 + 11 * 52], "sex": ["male"]}).warning or "")
 
 
 @pytest.mark.case("missing in new data", "a code for missing at five of the deviations: 0 in all rows")
-def test_a_constant_code_within_the_range_is_a_warning() -> None:
+@pytest.mark.case("missing in new data", "a column without any value, of which training missed some")
+@pytest.mark.case("groups of new data", "a ward of women: one known category, and a sign that is 0 for all")
+def test_columns_of_one_value() -> None:
     found = shift_of(patients(chol=[0] * 60))
     assert found.warning is not None
     assert "0 ± 0, in training 247 ± 52" in found.warning
     assert shift_of(patients(chol=[250] * 60)).warning is None  # constant, and plausible
-
-
-@pytest.mark.case("missing in new data", "a column without any value, of which training missed some")
-def test_a_column_without_a_value_is_told_of_a_hundred_rows() -> None:
     assert shift_of(patients(60, chol=[""] * 60)).warning is None
     assert "no row has a value" in (shift_of(patients(100, chol=["?"] * 100)).warning or "")
-
-
-@pytest.mark.case("groups of new data", "a ward of women: one known category, and a sign that is 0 for all")
-def test_a_ward_of_one_kind_passes() -> None:
     encoding = TableEncoding(
         numeric=(NumericColumn(name="woman", mean=0.3, std=0.458, can_be_missing=False),), categorical=()
     )
@@ -178,15 +169,12 @@ def test_overlap_is_the_integral_of_the_root_of_both_densities() -> None:
 
 
 @pytest.mark.case("shares of new data", "healthy: a sign that 1 of 50 training patients had, 3 of 25 here")
-def test_a_rare_sign_is_within_its_range() -> None:
+@pytest.mark.case("shares of new data", "healthy: 25 patients without the few high values of a skewed column")
+def test_rare_and_skewed_columns() -> None:
     rare = NumericColumn(name="rare", mean=0.02, std=math.sqrt(0.02 * 0.98), can_be_missing=False)
     encoding = TableEncoding(numeric=(rare,), categorical=())
     assert table_shift(from_columns("t", {"rare": [1] * 3 + [0] * 22}), encoding).warning is None
     assert table_shift(from_columns("t", {"rare": [2] * 3 + [1] * 22}), encoding).warning is not None
-
-
-@pytest.mark.case("shares of new data", "healthy: 25 patients without the few high values of a skewed column")
-def test_few_rows_of_a_skewed_column() -> None:
     skewed = NumericColumn(name="troponin", mean=300.0, std=1300.0, can_be_missing=False)
     encoding = TableEncoding(numeric=(skewed,), categorical=())
     low = np.random.default_rng(0).exponential(5, 200).tolist()
@@ -194,24 +182,15 @@ def test_few_rows_of_a_skewed_column() -> None:
     assert table_shift(from_columns("t", {"troponin": low}), encoding).warning is not None
 
 
-@pytest.mark.case("shares of new data", "healthy: one patient six deviations from the mean")
-def test_one_patient_far_from_the_mean() -> None:
-    assert shift_of({"age": [54], "chol": [247 + 6 * 52], "sex": ["male"]}).warning is None
-    assert "'chol'" in (shift_of({"age": [54], "chol": [247 + 11 * 52], "sex": ["male"]}).warning or "")
-
-
 @pytest.mark.case("units of new data", "a column of an array without names, times a thousand")
-def test_columns_of_arrays_are_compared_where_their_scale_is_known() -> None:
+@pytest.mark.case("units of new data", "numbers near the largest one: said, without an error")
+def test_columns_of_arrays_and_extreme_numbers() -> None:
     rows = np.random.default_rng(0).normal([5, 1], [2, 1], (40, 2)).astype(np.float32)
     known = Preprocessing(kind="features", mean=(5.0, 1.0), std=(2.0, 1.0))
     assert feature_shift(rows, known).warning is None
     other = rows * np.array([1, 1000], dtype=np.float32)
     assert "'1'" in (feature_shift(other, known).refusal or "")
     assert feature_shift(other, Preprocessing(kind="features")).warning is None
-
-
-@pytest.mark.case("units of new data", "numbers near the largest one: said, without an error")
-def test_extreme_numbers() -> None:
     found = shift_of(patients(age=[1e300] * 30 + [-1e300] * 30))
     assert "'age'" in (found.refusal or "")
     assert overlap(1e308, 1e308, -1e308, 1e308) < 0.9
@@ -230,7 +209,10 @@ def colour(number: int = 30, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8
 TRAINED = image_statistics([colour(40, 1), colour(40, 2)])
 
 
-def test_statistics_are_of_all_images_and_of_no_few() -> None:
+@pytest.mark.case("images to predict", "grey ones, where some training images were grey, or it is not known")
+@pytest.mark.case("images to predict", "grey ones of a lossy file, whose channels differ by rounding")
+@pytest.mark.case("images to predict", "files of another size: 8 times smaller said, half not")
+def test_statistics_of_images() -> None:
     images = colour(30)
     found = image_statistics([images[:10], images[10:]])
     assert found is not None
@@ -238,6 +220,23 @@ def test_statistics_are_of_all_images_and_of_no_few() -> None:
     assert found.std == pytest.approx(images.std() / 255)
     assert found.grey == 0.0
     assert image_statistics([images[:10]]) is None
+    grey = np.repeat(colour()[:, :1], 3, axis=1)
+    assert image_shift(grey, ImageStatistics(mean=0.5, std=0.29, grey=0.97)).warning is None
+    assert image_shift(grey, None).warning is None
+    grey = np.repeat(np.clip(colour()[:, :1], 2, 250), 3, axis=1)
+    grey[:, 1] += 1
+    assert "grey" in (image_shift(grey, TRAINED).refusal or "")
+    trained = image_statistics([colour(40)], [1000, 1024] * 20)
+    assert trained is not None
+    assert trained.side == pytest.approx(math.sqrt(1000 * 1024))
+    assert "about 128 pixels on their shorter side, in training 1012" in (
+        image_shift(colour(), trained, [128] * 12).warning or ""
+    )
+    assert image_shift(colour(), trained, [500] * 12).warning is None
+    assert image_shift(colour(), trained).warning is None
+    few = image_statistics([colour(40)], [1000] * 3)
+    assert few is not None
+    assert few.side is None
 
 
 @cases(
@@ -256,32 +255,3 @@ def test_images_are_compared(images: Any, word: str, refused: bool) -> None:
     assert (found.refusal is not None) == refused
     assert word in (found.warning or "")
     assert (found.warning is None) == (word == "")
-
-
-@pytest.mark.case("images to predict", "grey ones, where some training images were grey, or it is not known")
-def test_grey_images_pass_where_training_had_some() -> None:
-    grey = np.repeat(colour()[:, :1], 3, axis=1)
-    assert image_shift(grey, ImageStatistics(mean=0.5, std=0.29, grey=0.97)).warning is None
-    assert image_shift(grey, None).warning is None
-
-
-@pytest.mark.case("images to predict", "grey ones of a lossy file, whose channels differ by rounding")
-def test_rounding_is_no_colour() -> None:
-    grey = np.repeat(np.clip(colour()[:, :1], 2, 250), 3, axis=1)
-    grey[:, 1] += 1
-    assert "grey" in (image_shift(grey, TRAINED).refusal or "")
-
-
-@pytest.mark.case("images to predict", "files of another size: 8 times smaller said, half not")
-def test_sizes_of_files_are_compared() -> None:
-    trained = image_statistics([colour(40)], [1000, 1024] * 20)
-    assert trained is not None
-    assert trained.side == pytest.approx(math.sqrt(1000 * 1024))
-    assert "about 128 pixels on their shorter side, in training 1012" in (
-        image_shift(colour(), trained, [128] * 12).warning or ""
-    )
-    assert image_shift(colour(), trained, [500] * 12).warning is None
-    assert image_shift(colour(), trained).warning is None
-    few = image_statistics([colour(40)], [1000] * 3)
-    assert few is not None
-    assert few.side is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -31,15 +32,12 @@ def small(**options: int) -> DataSet:
 # Generated ------------------------------------------------------------------------------------------------------------
 
 
-def test_generated_images_are_the_same_every_time() -> None:
+def test_generated_images() -> None:
     assert data_fingerprint(small()) == data_fingerprint(small())
     assert data_fingerprint(small()) != data_fingerprint(small(base_seed=1))
     longer = small(per_site=4)
     for name, domain in small().domains.items():
         np.testing.assert_array_equal(longer.domains[name].inputs[:3], domain.inputs)
-
-
-def test_cups_lie_in_discs_and_both_are_bright() -> None:
     data = small(per_site=8, size=64)
     assert data.task == "segmentation"
     assert data.classes == ("cup", "disc")
@@ -53,17 +51,11 @@ def test_cups_lie_in_discs_and_both_are_bright() -> None:
         green = domain.inputs[:, 1].astype(float)
         assert green[cup].mean() > green[disc & ~cup].mean() + 5  # of single images not, where a vessel covers the cup
         assert all(green[index][disc[index]].mean() > green[index][~disc[index]].mean() + 15 for index in range(8))
-
-
-def test_sites_differ_in_how_they_look_and_not_in_anatomy() -> None:
     domains = small(per_site=40).domains.values()
     colours = np.array([domain.inputs.mean((0, 2, 3)) for domain in domains])  # type: ignore[union-attr]
     sizes = np.array([domain.masks.mean((0, 2, 3)) for domain in domains])  # type: ignore[union-attr]
     assert np.ptp(colours, axis=0).min() > 30
     assert np.ptp(sizes, axis=0).max() < 0.03
-
-
-def test_no_scene_is_at_two_sites() -> None:
     masks = [mask.tobytes() for domain in small().domains.values() for mask in np.asarray(domain.masks)]
     assert len(set(masks)) == len(masks)
 
@@ -77,7 +69,7 @@ def view(augmentation: Augmentation | None = None) -> SiteData:
     return SiteData(parts, data.preprocessing, augmentation)
 
 
-def test_batches_have_masks_in_place_of_labels() -> None:
+def test_batches_have_masks_that_colours_and_styles_leave_alone() -> None:
     site = view()
     inputs, masks, _ = site.batch(torch.tensor([0, 3, 7]))
     assert inputs.shape == (3, 3, 32, 32)
@@ -90,6 +82,21 @@ def test_batches_have_masks_in_place_of_labels() -> None:
     plain, same, _ = site.batch(torch.tensor([0, 3, 7]), torch.Generator())
     assert torch.equal(plain, inputs)
     assert torch.equal(same, masks)
+    site = view(Augmentation(brightness=0.4, contrast=0.4, hue=0.2))
+    inputs, masks, _ = site.batch(torch.arange(6), torch.Generator().manual_seed(0))
+    plain, same, _ = site.batch(torch.arange(6))
+    assert torch.equal(masks, same)
+    assert not torch.equal(inputs, plain)
+    augmentation, rows = Augmentation(crop_scale=(0.5, 1.0), flip=0.5), torch.arange(6)
+    plain, masks, _ = view(augmentation).batch(rows, torch.Generator().manual_seed(3))
+    negative = view(augmentation).with_restyle(lambda images, rows, generator: 1 - images)
+    inputs, turned, _ = negative.batch(rows, torch.Generator().manual_seed(3))
+    assert torch.equal(turned, masks)
+    torch.testing.assert_close(inputs, -plain)  # prepared with mean and deviation of one half
+    still = view().with_restyle(lambda images, rows, generator: 1 - images)
+    unmoved = still.batch(rows, torch.Generator())[1]
+    assert torch.equal(unmoved, view().batch(rows)[1])
+    assert not torch.equal(unmoved, masks)
 
 
 def test_image_and_mask_move_together() -> None:
@@ -104,27 +111,6 @@ def test_image_and_mask_move_together() -> None:
     assert torch.equal((moved[:, :2] > 0.5).float(), turned)
     alone = augment(images, augmentation, torch.Generator().manual_seed(3))
     torch.testing.assert_close(alone, moved)
-
-
-def test_colour_changes_leave_masks_alone() -> None:
-    site = view(Augmentation(brightness=0.4, contrast=0.4, hue=0.2))
-    inputs, masks, _ = site.batch(torch.arange(6), torch.Generator().manual_seed(0))
-    plain, same, _ = site.batch(torch.arange(6))
-    assert torch.equal(masks, same)
-    assert not torch.equal(inputs, plain)
-
-
-def test_a_style_changes_images_and_the_augmentation_moves_their_masks() -> None:
-    augmentation, rows = Augmentation(crop_scale=(0.5, 1.0), flip=0.5), torch.arange(6)
-    plain, masks, _ = view(augmentation).batch(rows, torch.Generator().manual_seed(3))
-    negative = view(augmentation).with_restyle(lambda images, rows, generator: 1 - images)
-    inputs, turned, _ = negative.batch(rows, torch.Generator().manual_seed(3))
-    assert torch.equal(turned, masks)
-    torch.testing.assert_close(inputs, -plain)  # prepared with mean and deviation of one half
-    still = view().with_restyle(lambda images, rows, generator: 1 - images)
-    unmoved = still.batch(rows, torch.Generator())[1]
-    assert torch.equal(unmoved, view().batch(rows)[1])
-    assert not torch.equal(unmoved, masks)
 
 
 # People's own folders -------------------------------------------------------------------------------------------------
@@ -152,7 +138,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "own"
 
 
-def test_own_folders(root: Path) -> None:
+def test_own_folders_and_their_scale(root: Path) -> None:
     data = MaskFolder(root=root, size=16).build()
     assert data.task == "segmentation"
     assert data.classes == ("cup", "disc")
@@ -164,9 +150,6 @@ def test_own_folders(root: Path) -> None:
         expected[4:10, 3:10] = 1  # 20 × 16 pixels, two columns cut off at each side
         np.testing.assert_array_equal(domain.masks[0, 0], expected)
         np.testing.assert_array_equal(domain.masks[0, 1], expected)
-
-
-def test_masks_are_scaled_with_their_images(root: Path) -> None:
     for name, scale in (("one", 2), ("two", 3)):
         write(root, "b", name, (20 * scale, 16 * scale))
         for structure in ("cup", "disc"):
@@ -177,52 +160,37 @@ def test_masks_are_scaled_with_their_images(root: Path) -> None:
     np.testing.assert_array_equal(data.domains["a"].masks, data.domains["b"].masks)
 
 
-def break_size(root: Path) -> None:
-    Image.new("L", (20, 17)).save(root / "b" / "masks" / "cup" / "two.png")
-
-
-def break_mask(root: Path) -> None:
-    (root / "b" / "masks" / "disc" / "one.png").unlink()
-
-
-def break_image(root: Path) -> None:
-    (root / "a" / "images" / "two.png").unlink()
-
-
-def break_structure(root: Path) -> None:
-    (root / "b" / "masks" / "disc").rename(root / "b" / "masks" / "disk")
-
-
-def break_lacking(root: Path) -> None:
-    for file in (root / "b" / "masks" / "disc").iterdir():
-        file.unlink()
-    (root / "b" / "masks" / "disc").rmdir()
-
-
 def break_colour(root: Path) -> None:
     for name in ("one", "two"):
         write(root, "b", name, colour=False)
 
 
-def break_names(root: Path) -> None:
-    Image.new("RGB", (20, 16)).save(root / "a" / "images" / "one.jpg")
-
-
-def break_bytes(root: Path) -> None:
-    (root / "a" / "masks" / "cup" / "one.png").write_bytes(b"no image")
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (break_size, r"mask \S*b/masks/cup/two\.png is 20×17 pixels, its image 20×16"),
-        (break_mask, r"image \S*b/images/one\.png has no mask: expected \S*b/masks/disc/one\.png"),
-        (break_image, r"mask \S*a/masks/\w+/two\.png has no image of that name in \S*a/images"),
-        (break_structure, r"folders of masks differ between sites: 'a' has \[cup, disc\]; 'b' has \[cup, disk\]"),
-        (break_lacking, r"site 'b' has no masks of 'disc'"),
+        (
+            lambda at: Image.new("L", (20, 17)).save(at / "b/masks/cup/two.png"),
+            r"mask \S*b/masks/cup/two\.png is 20×17 pixels, its image 20×16",
+        ),
+        (
+            lambda at: (at / "b/masks/disc/one.png").unlink(),
+            r"image \S*b/images/one\.png has no mask: expected \S*b/masks/disc/one\.png",
+        ),
+        (
+            lambda at: (at / "a/images/two.png").unlink(),
+            r"mask \S*a/masks/\w+/two\.png has no image of that name in \S*a/images",
+        ),
+        (
+            lambda at: (at / "b/masks/disc").rename(at / "b/masks/disk"),
+            r"folders of masks differ between sites: 'a' has \[cup, disc\]; 'b' has \[cup, disk\]",
+        ),
+        (lambda at: shutil.rmtree(at / "b/masks/disc"), r"site 'b' has no masks of 'disc'"),
         (break_colour, r"site 'a' has images in colour, site 'b' in grey: set data\.colour"),
-        (break_names, r"one\.png and \S*one\.jpg have the same name"),
-        (break_bytes, r"cup/one\.png does not decode"),
+        (
+            lambda at: Image.new("RGB", (20, 16)).save(at / "a/images/one.jpg"),
+            r"one\.png and \S*one\.jpg have the same name",
+        ),
+        (lambda at: (at / "a/masks/cup/one.png").write_bytes(b"no image"), r"cup/one\.png does not decode"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(root: Path, fault, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -238,15 +206,12 @@ def test_grey_and_colour_when_somebody_says_how(root: Path) -> None:
     assert MaskFolder(root=root, size=16, colour=False).build().input_shape == (1, 16, 16)
 
 
-def test_folders_that_are_not_there(tmp_path: Path) -> None:
+def test_folders_and_masks_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist; expected root/<site>/images"):
         MaskFolder(root=tmp_path / "none").build()
     (tmp_path / "empty" / "a").mkdir(parents=True)
     with pytest.raises(UserError, match="site 'a' is empty: no images"):
         MaskFolder(root=tmp_path / "empty").build()
-
-
-def test_masks_of_another_shape_and_domains_without() -> None:
     data = small()
     north = data.domains["north"]
     assert north.masks is not None

@@ -90,38 +90,32 @@ def ybr(colours: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 
 @pytest.mark.case("DICOM colours", "RGB")
-def test_rgb(tmp_path: Path) -> None:
-    assert one_of(dicom(tmp_path / "a.dcm", PURE, PhotometricInterpretation="RGB")) == PURE.tolist()
-
-
 @pytest.mark.case("DICOM colours", "uncompressed YBR_FULL is converted once")
-def test_ybr_full(tmp_path: Path) -> None:
+@pytest.mark.case("DICOM colours", "uncompressed YBR_FULL_422 is expanded and converted once")
+@pytest.mark.case("DICOM colours", "planar configuration 1")
+@pytest.mark.case("DICOM colours", "YBR_FULL in planes and in two frames")
+@pytest.mark.case("DICOM colours", "RLE of YBR_FULL")
+def test_colours_without_compression_or_by_run_lengths(tmp_path: Path) -> None:
+    assert one_of(dicom(tmp_path / "a.dcm", PURE, PhotometricInterpretation="RGB")) == PURE.tolist()
     found = one_of(dicom(tmp_path / "a.dcm", ybr(PURE), PhotometricInterpretation="YBR_FULL"))
     assert np.allclose(found, PURE, atol=2)
-
-
-@pytest.mark.case("DICOM colours", "uncompressed YBR_FULL_422 is expanded and converted once")
-def test_ybr_full_422(tmp_path: Path) -> None:
     colours = np.repeat(PURE, 2, axis=1)  # pairs of equal pixels share their chroma
     full = ybr(colours).reshape(-1, 2, 3)
     stored = np.stack([full[:, 0, 0], full[:, 1, 0], full[:, 0, 1], full[:, 0, 2]], axis=1).tobytes()
     path = dicom(tmp_path / "a.dcm", colours, stored=stored, PhotometricInterpretation="YBR_FULL_422")
     assert np.allclose(one_of(path), colours, atol=2)
-
-
-@pytest.mark.case("DICOM colours", "planar configuration 1")
-def test_planes_of_colours(tmp_path: Path) -> None:
     planes = PURE.transpose(2, 0, 1).tobytes()
     path = dicom(tmp_path / "a.dcm", PURE, stored=planes, PhotometricInterpretation="RGB", PlanarConfiguration=1)
     assert one_of(path) == PURE.tolist()
-
-
-@pytest.mark.case("DICOM colours", "YBR_FULL in planes and in two frames")
-def test_planes_of_ybr_in_frames(tmp_path: Path) -> None:
     frames = np.stack([PURE, PURE[::-1]])
     planes = ybr(frames).transpose(0, 3, 1, 2).tobytes()
     path = dicom(tmp_path / "a.dcm", frames, stored=planes, PhotometricInterpretation="YBR_FULL", PlanarConfiguration=1)
     assert np.allclose(pixels(path), frames, atol=2)
+    path = dicom(tmp_path / "plain.dcm", ybr(QUARTERS), PhotometricInterpretation="YBR_FULL")
+    whole = pydicom.dcmread(path)
+    whole.compress(pydicom.uid.RLELossless)
+    whole.save_as(tmp_path / "a.dcm")
+    assert np.allclose(np.array(one_of(tmp_path / "a.dcm"))[MIDDLES], PURE, atol=2)
 
 
 @pytest.mark.parametrize(
@@ -181,15 +175,6 @@ def test_jpeg_2000(tmp_path: Path, kind: str, irreversible: bool, syntax: Any) -
     stored = encoded("JPEG2000", irreversible=irreversible, mct=int(kind != "RGB"), no_jp2=True)
     path = dicom(tmp_path / "a.dcm", QUARTERS, stored=stored, PhotometricInterpretation=kind, syntax=syntax)
     assert np.allclose(np.array(one_of(path))[MIDDLES], PURE, atol=4)
-
-
-@pytest.mark.case("DICOM colours", "RLE of YBR_FULL")
-def test_run_lengths(tmp_path: Path) -> None:
-    path = dicom(tmp_path / "plain.dcm", ybr(QUARTERS), PhotometricInterpretation="YBR_FULL")
-    whole = pydicom.dcmread(path)
-    whole.compress(pydicom.uid.RLELossless)
-    whole.save_as(tmp_path / "a.dcm")
-    assert np.allclose(np.array(one_of(tmp_path / "a.dcm"))[MIDDLES], PURE, atol=2)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +243,9 @@ def test_palettes(tmp_path: Path, values: npt.NDArray[Any], tables: dict[str, An
 
 
 @pytest.mark.case("DICOM palettes", "more than 256 entries of 8 bits")
-def test_a_long_palette_of_bytes(tmp_path: Path) -> None:
+@pytest.mark.case("DICOM palettes", "a palette with fewer entries than it says")
+@pytest.mark.case("DICOM palettes", "colours laid over grey are refused")
+def test_palettes_that_are_long_short_or_supplemental(tmp_path: Path) -> None:
     values = np.array([[0, 300], [511, 900]], dtype=np.uint16)  # beyond the last entry stands the last one
     fields: dict[str, Any] = {"PhotometricInterpretation": "PALETTE COLOR"}
     ramp = (np.arange(512) // 2).astype(np.uint8)
@@ -269,16 +256,8 @@ def test_a_long_palette_of_bytes(tmp_path: Path) -> None:
         [[0, 255, 0], [150, 105, 0]],
         [[255, 0, 0], [255, 0, 0]],
     ]
-
-
-@pytest.mark.case("DICOM palettes", "a palette with fewer entries than it says")
-def test_a_short_palette(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="4 of 9 entries"):
         pixels(dicom(tmp_path / "a.dcm", INDICES, **palette("1", 8, entries=9)))
-
-
-@pytest.mark.case("DICOM palettes", "colours laid over grey are refused")
-def test_a_supplemental_palette(tmp_path: Path) -> None:
     fields = palette("2", 16) | {"PhotometricInterpretation": "MONOCHROME2", "PixelPresentation": "COLOR"}
     with pytest.raises(UserError, match="supplemental"):
         slices_of(dicom(tmp_path / "a.dcm", INDICES, **fields))
@@ -320,9 +299,37 @@ def test_window_functions(tmp_path: Path, function: str) -> None:
 
 
 @pytest.mark.case("DICOM windows", "an unknown VOI LUT Function is refused")
-def test_an_unknown_window_function(tmp_path: Path) -> None:
+@pytest.mark.case("DICOM windows", "a width below 1, as of floating-point data")
+@pytest.mark.case("DICOM windows", "a negative slope")
+@pytest.mark.case("DICOM grey", "12 bits at the upper end of 16, as before 2014, are refused")
+def test_windows_and_bits_of_other_kinds(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="TANH"):
         pixels(ct(tmp_path / "a.dcm", WindowCenter=2, WindowWidth=10, VOILUTFunction="TANH"))
+    path = dicom(
+        tmp_path / "a.dcm",
+        np.array([[0, 25], [50, 100]], dtype=np.uint16),
+        RescaleSlope=0.01,
+        RescaleIntercept=0,
+        WindowCenter=0.25,
+        WindowWidth=0.5,
+    )
+    assert one_of(path) == [[0, 128], [255, 255]]
+    path = dicom(
+        tmp_path / "a.dcm",
+        np.array([[0, 100], [200, 255]], dtype=np.uint8),
+        RescaleSlope=-1,
+        RescaleIntercept=255,
+        WindowCenter=127.5,
+        WindowWidth=255,
+        VOILUTFunction="LINEAR_EXACT",
+    )
+    assert one_of(path) == [[255, 155], [55, 0]]
+    path = dicom(tmp_path / "a.dcm", np.array([[0, 0x7FF0]], dtype=np.uint16), BitsStored=12)
+    whole = pydicom.dcmread(path)
+    whole.HighBit = 15
+    whole.save_as(path)
+    with pytest.raises(UserError, match="has its bits elsewhere than at the lower end"):
+        pixels(path)
 
 
 @pytest.mark.parametrize(
@@ -335,19 +342,6 @@ def test_an_unknown_window_function(tmp_path: Path) -> None:
 )
 def test_no_window(tmp_path: Path, fields: dict[str, Any]) -> None:
     assert one_of(ct(tmp_path / "a.dcm", **fields)) == [[0, 128], [133, 255]]
-
-
-@pytest.mark.case("DICOM windows", "a width below 1, as of floating-point data")
-def test_a_narrow_window(tmp_path: Path) -> None:
-    path = dicom(
-        tmp_path / "a.dcm",
-        np.array([[0, 25], [50, 100]], dtype=np.uint16),
-        RescaleSlope=0.01,
-        RescaleIntercept=0,
-        WindowCenter=0.25,
-        WindowWidth=0.5,
-    )
-    assert one_of(path) == [[0, 128], [255, 255]]
 
 
 @pytest.mark.case("DICOM grey", "a slope without an intercept, and the other way round: 0 and 1 are meant")
@@ -364,30 +358,6 @@ def test_a_rescale_that_cannot_be(fields: dict[str, Any], tmp_path: Path) -> Non
     path = dicom(tmp_path / "a.dcm", np.array([[0, 1]], dtype=np.int16), **({"RescaleSlope": 1} | fields))
     with pytest.raises(UserError, match=r"a.dcm cannot be read \(ValueError: Rescale Slope"):
         one_of(path)
-
-
-@pytest.mark.case("DICOM grey", "12 bits at the upper end of 16, as before 2014, are refused")
-def test_bits_at_the_upper_end(tmp_path: Path) -> None:
-    path = dicom(tmp_path / "a.dcm", np.array([[0, 0x7FF0]], dtype=np.uint16), BitsStored=12)
-    whole = pydicom.dcmread(path)
-    whole.HighBit = 15
-    whole.save_as(path)
-    with pytest.raises(UserError, match="has its bits elsewhere than at the lower end"):
-        pixels(path)
-
-
-@pytest.mark.case("DICOM windows", "a negative slope")
-def test_a_negative_slope(tmp_path: Path) -> None:
-    path = dicom(
-        tmp_path / "a.dcm",
-        np.array([[0, 100], [200, 255]], dtype=np.uint8),
-        RescaleSlope=-1,
-        RescaleIntercept=255,
-        WindowCenter=127.5,
-        WindowWidth=255,
-        VOILUTFunction="LINEAR_EXACT",
-    )
-    assert one_of(path) == [[255, 155], [55, 0]]
 
 
 def table(entries: Sequence[int], first: int, bits: int) -> Items:
@@ -413,16 +383,16 @@ def test_tables_of_interest(tmp_path: Path, sequence: Items, expected: list[list
 
 
 @pytest.mark.case("DICOM tables", "VOI of 8 bits with 4096 entries")
-def test_a_long_table_of_8_bits(tmp_path: Path) -> None:
+@pytest.mark.case("DICOM tables", "a data set's own window takes the place of a VOI table")
+@pytest.mark.case("DICOM tables", "a presentation table is refused")
+def test_tables_that_are_long_or_give_way(tmp_path: Path) -> None:
     values = np.array([[0, 1000], [4000, 4095]], dtype=np.uint16)
     sequence = table([entry // 16 for entry in range(4096)], 0, 8)
     assert one_of(dicom(tmp_path / "a.dcm", values, VOILUTSequence=sequence)) == [[0, 62], [250, 255]]
-
-
-@pytest.mark.case("DICOM tables", "a data set's own window takes the place of a VOI table")
-def test_a_window_before_a_table(tmp_path: Path) -> None:
     path = dicom(tmp_path / "a.dcm", INDICES, VOILUTSequence=table([255, 10, 20, 30], 0, 8))
     assert one_of(path, (1.5, 3.0)) == [[0, 85], [170, 255]]
+    with pytest.raises(UserError, match="presentation"):
+        slices_of(dicom(tmp_path / "a.dcm", INDICES, PresentationLUTSequence=table([0, 1], 0, 8)))
 
 
 @pytest.mark.parametrize(
@@ -440,12 +410,6 @@ def test_tables_of_the_modality(tmp_path: Path, values: npt.NDArray[Any], first:
     assert one_of(path, (200.0, 200.0)) == [[255, 0], [0, 255]]
     whole = pydicom.dcmread(path)
     assert apply_modality_lut(whole.pixel_array.astype(np.int32), whole).tolist() == [[300, 0], [100, 400]]
-
-
-@pytest.mark.case("DICOM tables", "a presentation table is refused")
-def test_a_presentation_table(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="presentation"):
-        slices_of(dicom(tmp_path / "a.dcm", INDICES, PresentationLUTSequence=table([0, 1], 0, 8)))
 
 
 @pytest.mark.parametrize(
@@ -489,38 +453,27 @@ def test_padding_is_black(tmp_path: Path, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.case("DICOM grey", "signed padding that is written without its sign")
-def test_padding_without_its_sign(tmp_path: Path) -> None:
+@pytest.mark.case("DICOM grey", "nothing but padding")
+@pytest.mark.case("DICOM grey", "signed of 12 bits in 16")
+@pytest.mark.case("DICOM grey", "an overlay in the unused upper bits")
+@pytest.mark.case("DICOM grey", "floating-point pixels with NaN")
+@pytest.mark.case("DICOM grey", "a mask of one bit")
+def test_grey_of_other_kinds(tmp_path: Path) -> None:
     values = np.array([[-2000, 0], [50, 100]], dtype=np.int16)
     path = dicom(tmp_path / "a.dcm", values)
     whole = pydicom.dcmread(path)
     whole.add_new("PixelPaddingValue", "US", 63536)
     whole.save_as(path)
     assert one_of(path) == [[0, 0], [128, 255]]
-
-
-@pytest.mark.case("DICOM grey", "nothing but padding")
-def test_only_padding(tmp_path: Path) -> None:
     path = dicom(tmp_path / "a.dcm", np.full((2, 2), 7, dtype=np.uint16), PixelPaddingValue=7)
     assert one_of(path) == [[0, 0], [0, 0]]
-
-
-@pytest.mark.case("DICOM grey", "signed of 12 bits in 16")
-def test_signed_of_12_bits(tmp_path: Path) -> None:
     values = np.array([[-2048, -1024], [0, 2047]], dtype=np.int16)
     stored = (values.astype(np.int32) & 0x0FFF).astype(np.uint16).tobytes()  # without the sign in the upper bits
     found = one_of(dicom(tmp_path / "a.dcm", values, stored=stored, BitsStored=12), (0.0, 4096.0))
     assert found == [[0, 64], [128, 255]]
-
-
-@pytest.mark.case("DICOM grey", "an overlay in the unused upper bits")
-def test_upper_bits_are_not_values(tmp_path: Path) -> None:
     values = np.array([[0xF000, 0x1400], [0x0800, 0x0FFF]], dtype=np.uint16)
     found = one_of(dicom(tmp_path / "a.dcm", values, BitsStored=12), (2047.5, 4095.0))
     assert found == [[0, 64], [128, 255]]
-
-
-@pytest.mark.case("DICOM grey", "floating-point pixels with NaN")
-def test_floats(tmp_path: Path) -> None:
     values = np.array([[np.nan, 0.5], [1.0, 1.5]], dtype=np.float32)
     path = dicom(tmp_path / "a.dcm", values.view(np.uint32))
     whole = pydicom.dcmread(path)
@@ -528,10 +481,6 @@ def test_floats(tmp_path: Path) -> None:
     whole.FloatPixelData = values.tobytes()
     whole.save_as(path)
     assert one_of(path) == [[0, 0], [128, 255]]
-
-
-@pytest.mark.case("DICOM grey", "a mask of one bit")
-def test_one_bit(tmp_path: Path) -> None:
     bits = np.array([[0, 1, 0, 1], [1, 1, 0, 0]], dtype=np.uint8)
     stored = np.packbits(bits.ravel(), bitorder="little").tobytes() + b"\0"
     found = one_of(dicom(tmp_path / "a.dcm", bits, stored=stored, BitsAllocated=1, BitsStored=1))
@@ -611,7 +560,8 @@ def test_encodings_that_are_not_installed(tmp_path: Path, syntax: str, words: st
 
 
 @pytest.mark.case("DICOM encodings", "JPEG of 12 bits, which Pillow does not decode")
-def test_jpeg_of_12_bits(tmp_path: Path) -> None:
+@pytest.mark.case("DICOM encodings", "a transfer syntax with a line break and an escape in its name")
+def test_encodings_that_are_not_read(tmp_path: Path) -> None:
     values = QUARTERS[..., 0].astype(np.uint16)
     stream = BytesIO()
     Image.fromarray(QUARTERS[..., 0]).save(stream, "JPEG")
@@ -620,6 +570,12 @@ def test_jpeg_of_12_bits(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="JPEG Extended") as caught:
         pixels(path)
     assert "\n" not in str(caught.value)
+    path = dicom(tmp_path / "a.dcm", INDICES)
+    raw = path.read_bytes().replace(b"1.2.840.10008.1.2.1", b"1.2.840\n\x1b[31m\r8.1.2.1"[:19].ljust(19, b"1"), 1)
+    path.write_bytes(raw)
+    with pytest.raises(UserError) as caught:
+        pixels(path)
+    assert str(caught.value).isprintable()
 
 
 # Enhanced multi-frame
@@ -649,53 +605,38 @@ IN_WINDOW = [[0, 102], [128, 255]]
 
 
 @pytest.mark.case("DICOM frames", "shared rescale, the data set's window")
-def test_a_shared_rescale(tmp_path: Path) -> None:
+@pytest.mark.case("DICOM frames", "shared rescale and window")
+@pytest.mark.case("DICOM frames", "each frame has its own rescale")
+@pytest.mark.case("DICOM frames", "each frame has its own window, which goes before the shared one and the file's")
+@pytest.mark.case("DICOM frames", "one frame has a window, the other the range of the file")
+@pytest.mark.case("DICOM frames", "a VOI table of one frame")
+@pytest.mark.case("DICOM frames", "fewer functional groups than frames")
+@pytest.mark.case("DICOM frames", "a negative number of frames")
+def test_frames_have_functions_of_their_own(tmp_path: Path) -> None:
     path = enhanced(tmp_path / "a.dcm", [item(), item()], item(**rescale(1, -1000)))
     assert [frame.tolist() for frame in pixels(path, (40.0, 400.0))] == [IN_WINDOW, IN_WINDOW]
-
-
-@pytest.mark.case("DICOM frames", "shared rescale and window")
-def test_a_shared_window(tmp_path: Path) -> None:
     path = enhanced(tmp_path / "a.dcm", [item(), item()], item(**rescale(1, -1000), **window(40, 400)))
     assert [frame.tolist() for frame in pixels(path)] == [IN_WINDOW, IN_WINDOW]
-
-
-@pytest.mark.case("DICOM frames", "each frame has its own rescale")
-def test_a_rescale_of_each_frame(tmp_path: Path) -> None:
     path = enhanced(tmp_path / "a.dcm", [item(**rescale(1, -1000)), item(**rescale(2, -2000))], item())
     first, second = pixels(path, (40.0, 400.0))
     assert first.tolist() == IN_WINDOW
     assert second.tolist() == [[0, 102], [153, 255]]  # 80 HU
-
-
-@pytest.mark.case("DICOM frames", "each frame has its own window, which goes before the shared one and the file's")
-def test_a_window_of_each_frame(tmp_path: Path) -> None:
     own = [item(**window(40, 400)), item(**window(0, 100, VOILUTFunction="LINEAR_EXACT"))]
     shared = item(**rescale(1, -1000), **window(500, 10))
     first, second = pixels(enhanced(tmp_path / "a.dcm", own, shared, WindowCenter=-900, WindowWidth=5))
     assert first.tolist() == IN_WINDOW
     assert second.tolist() == [[0, 128], [230, 255]]
-
-
-@pytest.mark.case("DICOM frames", "one frame has a window, the other the range of the file")
-def test_a_window_of_one_frame(tmp_path: Path) -> None:
     first, second = pixels(enhanced(tmp_path / "a.dcm", [item(**window(40, 400)), item()], item(**rescale(1, -1000))))
     assert first.tolist() == IN_WINDOW
     assert second.tolist() == [[0, 128], [133, 255]]
-
-
-@pytest.mark.case("DICOM frames", "a VOI table of one frame")
-def test_a_table_of_a_frame(tmp_path: Path) -> None:
     lut = {"FrameVOILUTSequence": Items([item(VOILUTSequence=table([0] * 1000 + [100] * 1001, 0, 8))])}
     first, second = pixels(enhanced(tmp_path / "a.dcm", [item(**lut), item(**window(1040, 400))], item()))
     assert first.tolist() == [[0, 100], [100, 100]]
     assert second.tolist() == IN_WINDOW
-
-
-@pytest.mark.case("DICOM frames", "fewer functional groups than frames")
-def test_too_few_groups(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.dcm"):
         pixels(enhanced(tmp_path / "a.dcm", [item()], item(**rescale(1, -1000))))
+    with pytest.raises(UserError, match="-2 frames"):
+        slices_of(dicom(tmp_path / "a.dcm", INDICES, NumberOfFrames=-2))
 
 
 # Which files are DICOM
@@ -718,16 +659,13 @@ def test_dicom_is_recognised(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.case("files left out", "hidden, empty, short, text and missing files are no DICOM")
-def test_what_is_no_dicom(tmp_path: Path) -> None:
+@pytest.mark.case("files left out", "DICOM without an image gives no slices")
+def test_what_has_no_image(tmp_path: Path) -> None:
     dicom(tmp_path / ".a", INDICES)
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "short").write_bytes(b"\0" * 100)
     (tmp_path / "notes.txt").write_text("DICM " * 100)
     assert not any(is_medical(tmp_path / name) for name in (".a", "empty", "short", "notes.txt", "missing"))
-
-
-@pytest.mark.case("files left out", "DICOM without an image gives no slices")
-def test_a_report(tmp_path: Path) -> None:
     path = dicom(tmp_path / "report.dcm", INDICES)
     whole = pydicom.dcmread(path)
     del whole.PixelData, whole.Rows, whole.Columns
@@ -793,8 +731,39 @@ def test_only_finite_values_make_the_range(tmp_path: Path, beyond: float) -> Non
 
 
 @pytest.mark.case("NIfTI", "nothing finite is black")
-def test_nothing_finite(tmp_path: Path) -> None:
+@pytest.mark.case("NIfTI", "a single axial plane of two axes is one slice")
+@pytest.mark.case("NIfTI", "a single sagittal plane of two axes is refused")
+@pytest.mark.case("NIfTI", "RGB24 has colour")
+@pytest.mark.case("NIfTI", "large numbers that differ little keep their grey levels")
+@pytest.mark.case("NIfTI", "the range of float32 does not overflow")
+@pytest.mark.case("NIfTI", "an affine that says nothing is refused in one line")
+def test_nifti_of_other_kinds(tmp_path: Path) -> None:
     assert not np.any(pixels(nifti(tmp_path / "a.nii", np.full((2, 2, 2), np.nan, dtype=np.float32))))
+    plane = VOLUME[:, :, 0]
+    assert np.array_equal(pixels(nifti(tmp_path / "a.nii", plane)), axial(plane[..., np.newaxis]))
+    affine = np.array([[0, 0, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]], dtype=float)
+    with pytest.raises(UserError, match="not axial"):
+        slices_of(nifti(tmp_path / "a.nii", VOLUME[0], affine))
+    kind = np.dtype([("R", "u1"), ("G", "u1"), ("B", "u1")])
+    values = np.zeros((2, 3, 4), dtype=kind)
+    values[1, 2, 3] = (200, 10, 20)  # right, front, head
+    path = nifti(tmp_path / "a.nii", values)
+    found = pixels(path)
+    assert len(found) == 4
+    assert found[3][0, 0].tolist() == [200, 10, 20]
+    assert np.count_nonzero(found) == 3
+    assert all(one.colour for one in slices_of(path))
+    path = nifti(tmp_path / "a.nii", VOLUME.astype(np.float64) + 2.0**30)
+    assert np.array_equal(pixels(path), axial(VOLUME))
+    values = np.array([-3e38, 0, 3e38, 3e38] * 2, dtype=np.float32).reshape(2, 2, 2)
+    assert np.array_equal(pixels(nifti(tmp_path / "a.nii", values)), axial(values.astype(np.float64)))
+    image = nibabel.Nifti1Image(VOLUME, None)
+    image.header.set_sform(np.diag([1.0, 1.0, 0.0, 1.0]), code=1)
+    path = tmp_path / "a.nii"
+    path.write_bytes(image.to_bytes())
+    with pytest.raises(UserError, match=r"a\.nii") as caught:
+        slices_of(path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -822,32 +791,6 @@ def test_nifti_that_is_not_read(tmp_path: Path, values: npt.NDArray[Any], words:
     assert "two axes" not in str(caught.value)
 
 
-@pytest.mark.case("NIfTI", "a single axial plane of two axes is one slice")
-def test_a_plane(tmp_path: Path) -> None:
-    plane = VOLUME[:, :, 0]
-    assert np.array_equal(pixels(nifti(tmp_path / "a.nii", plane)), axial(plane[..., np.newaxis]))
-
-
-@pytest.mark.case("NIfTI", "a single sagittal plane of two axes is refused")
-def test_a_sagittal_plane(tmp_path: Path) -> None:
-    affine = np.array([[0, 0, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]], dtype=float)
-    with pytest.raises(UserError, match="not axial"):
-        slices_of(nifti(tmp_path / "a.nii", VOLUME[0], affine))
-
-
-@pytest.mark.case("NIfTI", "RGB24 has colour")
-def test_rgb24(tmp_path: Path) -> None:
-    kind = np.dtype([("R", "u1"), ("G", "u1"), ("B", "u1")])
-    values = np.zeros((2, 3, 4), dtype=kind)
-    values[1, 2, 3] = (200, 10, 20)  # right, front, head
-    path = nifti(tmp_path / "a.nii", values)
-    found = pixels(path)
-    assert len(found) == 4
-    assert found[3][0, 0].tolist() == [200, 10, 20]
-    assert np.count_nonzero(found) == 3
-    assert all(one.colour for one in slices_of(path))
-
-
 @pytest.mark.parametrize(
     "slope",
     [
@@ -863,18 +806,6 @@ def test_slopes(tmp_path: Path, slope: float) -> None:
     intercept = 7.0 if scale == slope else 0.0
     path = nifti(tmp_path / "a.nii", whole, slope=slope, intercept=intercept)
     assert np.array_equal(pixels(path), axial(whole * scale + intercept))
-
-
-@pytest.mark.case("NIfTI", "large numbers that differ little keep their grey levels")
-def test_large_numbers(tmp_path: Path) -> None:
-    path = nifti(tmp_path / "a.nii", VOLUME.astype(np.float64) + 2.0**30)
-    assert np.array_equal(pixels(path), axial(VOLUME))
-
-
-@pytest.mark.case("NIfTI", "the range of float32 does not overflow")
-def test_huge_numbers(tmp_path: Path) -> None:
-    values = np.array([-3e38, 0, 3e38, 3e38] * 2, dtype=np.float32).reshape(2, 2, 2)
-    assert np.array_equal(pixels(nifti(tmp_path / "a.nii", values)), axial(values.astype(np.float64)))
 
 
 @pytest.mark.parametrize(
@@ -894,17 +825,6 @@ def test_volumes_are_turned(tmp_path: Path, order: tuple[int, int, int]) -> None
     assert len(slices_of(path)) == 4
 
 
-@pytest.mark.case("NIfTI", "an affine that says nothing is refused in one line")
-def test_no_orientation(tmp_path: Path) -> None:
-    image = nibabel.Nifti1Image(VOLUME, None)
-    image.header.set_sform(np.diag([1.0, 1.0, 0.0, 1.0]), code=1)
-    path = tmp_path / "a.nii"
-    path.write_bytes(image.to_bytes())
-    with pytest.raises(UserError, match=r"a\.nii") as caught:
-        slices_of(path)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.case("patients", "what a model predicts of DICOM without an ending is what it trained on")
 def test_prediction_reads_by_content(tmp_path: Path) -> None:
     from fedshift.data.domain import Preprocessing
@@ -916,22 +836,6 @@ def test_prediction_reads_by_content(tmp_path: Path) -> None:
     )
     assert names == ["IM1"]
     assert np.asarray(inputs).tolist() == [[[[0, 85], [170, 255]]]]
-
-
-@pytest.mark.case("DICOM frames", "a negative number of frames")
-def test_a_negative_number_of_frames(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="-2 frames"):
-        slices_of(dicom(tmp_path / "a.dcm", INDICES, NumberOfFrames=-2))
-
-
-@pytest.mark.case("DICOM encodings", "a transfer syntax with a line break and an escape in its name")
-def test_a_strange_transfer_syntax(tmp_path: Path) -> None:
-    path = dicom(tmp_path / "a.dcm", INDICES)
-    raw = path.read_bytes().replace(b"1.2.840.10008.1.2.1", b"1.2.840\n\x1b[31m\r8.1.2.1"[:19].ljust(19, b"1"), 1)
-    path.write_bytes(raw)
-    with pytest.raises(UserError) as caught:
-        pixels(path)
-    assert str(caught.value).isprintable()
 
 
 @pytest.mark.case("bit flips", "300 damaged files of DICOM and NIfTI: pixels or one line")

@@ -46,7 +46,7 @@ def test_image_layouts(tmp_path: Path, x: np.ndarray, shape: tuple[int, ...]) ->
         assert np.array_equal(data.domains["a"].inputs, IMAGES)
 
 
-def test_features_classes_and_groups(tmp_path: Path) -> None:
+def test_features_classes_groups_and_tiny_sites(tmp_path: Path) -> None:
     groups = np.arange(12) // 2
     data = two_sites(tmp_path, {"x": FEATURES.astype(np.float64), "y": LABELS.astype(np.uint8), "groups": groups})
     assert data.classes == ("0", "1", "2")
@@ -58,9 +58,6 @@ def test_features_classes_and_groups(tmp_path: Path) -> None:
     named = two_sites(tmp_path, {"x": FEATURES, "y": LABELS.astype(float)}, classes=["x", "y", "z", "w"])
     assert named.classes == ("x", "y", "z", "w")
     assert len(named.warnings) == 2
-
-
-def test_a_site_may_lack_a_class_and_be_tiny(tmp_path: Path) -> None:
     data = two_sites(tmp_path, {"x": FEATURES[:1], "y": LABELS[:1]})
     assert any("site 'b' has no sample of class 1, 2" in line for line in data.warnings)
     assert any("only 1 samples" in line for line in data.warnings)
@@ -131,12 +128,9 @@ def test_one_line_for_each_mistake(tmp_path: Path, b: dict[str, object], message
     assert "\n" not in str(caught.value)
 
 
-def test_labels_beyond_the_named_classes(tmp_path: Path) -> None:
+def test_labels_and_files_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"site 'a': label 2 is out of range: labels must be 0 to 1"):
         two_sites(tmp_path, {"x": FEATURES, "y": LABELS}, classes=["no", "yes"])
-
-
-def test_files_that_are_missing_truncated_or_something_else(tmp_path: Path) -> None:
     good = saved(tmp_path, "good", x=FEATURES, y=LABELS)
     with pytest.raises(UserError, match=r"nowhere\.npz does not exist"):
         Arrays(sites={"a": good, "b": tmp_path / "nowhere.npz"}).build()

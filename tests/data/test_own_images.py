@@ -46,7 +46,7 @@ def collection(root: Path) -> Path:
     return root
 
 
-def test_domains_classes_and_other_files(tmp_path: Path) -> None:
+def test_domains_classes_sizes_and_colours(tmp_path: Path) -> None:
     root = collection(tmp_path / "photos")
     (root / "north" / "cat" / ".DS_Store").write_text("x")
     (root / "north" / "cat" / "notes.txt").write_text("x")
@@ -60,9 +60,6 @@ def test_domains_classes_and_other_files(tmp_path: Path) -> None:
     inputs = data.domains["south"].inputs
     assert isinstance(inputs, np.ndarray)
     assert inputs[4, :, 5, 5].tolist() == [0, 250, 0]
-
-
-def test_grey_colour_and_sizes_mixed(tmp_path: Path) -> None:
     root = collection(tmp_path / "photos")
     picture(root / "south" / "dog" / "grey.png", 77, (50, 9))
     picture(root / "south" / "dog" / "large.jpg", (0, 0, 250), (300, 200))
@@ -74,9 +71,6 @@ def test_grey_colour_and_sizes_mixed(tmp_path: Path) -> None:
     grey = ImageFolder(root=root, size=12, colour=False).build()
     assert grey.input_shape == (1, 12, 12)
     assert grey.preprocessing.mean == (0.5,)
-
-
-def test_only_grey_images_give_one_channel(tmp_path: Path) -> None:
     for site in "ab":
         for label in ("0", "1", "10", "2"):
             picture(tmp_path / "g" / site / label / "x.png", 10)
@@ -85,7 +79,7 @@ def test_only_grey_images_give_one_channel(tmp_path: Path) -> None:
     assert data.classes == ("0", "1", "2", "10")
 
 
-def test_the_centre_is_kept_and_sixteen_bits_are_scaled(tmp_path: Path) -> None:
+def test_pixels_of_every_ending(tmp_path: Path) -> None:
     wide = np.zeros((10, 30), dtype=np.uint8)
     wide[:, 10:20] = 255
     Image.fromarray(wide).save(tmp_path / "wide.png")
@@ -96,6 +90,14 @@ def test_the_centre_is_kept_and_sixteen_bits_are_scaled(tmp_path: Path) -> None:
     palette.putpalette([0, 0, 0, 1, 1, 1, 2, 2, 2, 9, 8, 7])
     palette.save(tmp_path / "palette.png")
     assert decode(on_disk(tmp_path / "palette.png"), 3, 10, 10)[:, 0, 0].tolist() == [9, 8, 7]
+    Image.init()
+    assert {Image.registered_extensions()[suffix] for suffix in SUFFIXES} == set(FORMATS)
+    for suffix in SUFFIXES:
+        Image.new("1" if suffix == ".pbm" else "L", (9, 9), 0).save(tmp_path / f"picture{suffix}")
+        assert decode(on_disk(tmp_path / f"picture{suffix}"), 1, 8, 8).max() == 0
+    # Some telephones write several pictures into one JPEG.
+    Image.new("L", (9, 9)).save(tmp_path / "several.jpg", "MPO", save_all=True, append_images=[Image.new("L", (9, 9))])
+    assert decode(on_disk(tmp_path / "several.jpg"), 1, 8, 8).shape == (1, 8, 8)
 
 
 def test_an_image_that_does_not_decode_is_named(tmp_path: Path, cache: Path) -> None:
@@ -153,17 +155,6 @@ def test_no_other_program_is_started_for_an_image(tmp_path: Path, monkeypatch: p
     assert not started
 
 
-def test_every_ending_has_a_format_that_is_read(tmp_path: Path) -> None:
-    Image.init()
-    assert {Image.registered_extensions()[suffix] for suffix in SUFFIXES} == set(FORMATS)
-    for suffix in SUFFIXES:
-        Image.new("1" if suffix == ".pbm" else "L", (9, 9), 0).save(tmp_path / f"picture{suffix}")
-        assert decode(on_disk(tmp_path / f"picture{suffix}"), 1, 8, 8).max() == 0
-    # Some telephones write several pictures into one JPEG.
-    Image.new("L", (9, 9)).save(tmp_path / "several.jpg", "MPO", save_all=True, append_images=[Image.new("L", (9, 9))])
-    assert decode(on_disk(tmp_path / "several.jpg"), 1, 8, 8).shape == (1, 8, 8)
-
-
 def test_the_cache_is_used_and_follows_the_files(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = collection(tmp_path / "photos")
     first = ImageFolder(root=root, size=8).build()
@@ -183,15 +174,7 @@ def test_the_cache_is_used_and_follows_the_files(tmp_path: Path, cache: Path, mo
     assert np.array_equal(whole, after)
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = collection(tmp_path / "photos")
-    (tmp_path / "file").write_text("x")
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(UserError, match="cache folder"):
-        ImageFolder(root=root).build()
-
-
-def test_a_full_disk_leaves_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -199,6 +182,11 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, cache: Path, monkeypatch: py
     with pytest.raises(UserError, match="No space left"):
         ImageFolder(root=collection(tmp_path / "photos")).build()
     assert list(cache.iterdir()) == []
+    root = collection(tmp_path / "photos")
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(UserError, match="cache folder"):
+        ImageFolder(root=root).build()
 
 
 def test_class_folders_that_differ(tmp_path: Path) -> None:
@@ -307,7 +295,7 @@ def pixels_of(path: Path, **options: Any) -> list[np.ndarray]:
     return [decode(one.image, 1, 8, 8)[0] for one in slices_of(path, **options)]
 
 
-def test_dicom_slices_are_shown_in_their_window(tmp_path: Path) -> None:
+def test_dicom_slices_and_nifti_volumes(tmp_path: Path) -> None:
     (whole,) = pixels_of(dicom(tmp_path / "a.dcm", GREY))
     values = np.floor(GREY)
     assert np.allclose(whole, (values - values.min()) / (values.max() - values.min()) * 255, atol=1)
@@ -320,9 +308,6 @@ def test_dicom_slices_are_shown_in_their_window(tmp_path: Path) -> None:
     )
     for found in (chosen, own, 255 - turned):
         assert np.allclose(found, expected, atol=1)
-
-
-def test_nifti_volumes_give_slices_with_the_front_above(tmp_path: Path) -> None:
     volume = np.zeros((8, 8, 5))
     volume[6:, 7, 2] = 10.0  # right and front of the third slice; x grows to the right, y to the front
     found = pixels_of(nifti(tmp_path / "a.nii.gz", volume))
@@ -490,15 +475,13 @@ def test_one_patient_for_a_whole_site(tmp_path: Path, fraction: float, kind: str
 
 
 @pytest.mark.case("patients", "nearly all images with one ID are warned of, a fair share is not")
-def test_nearly_one_patient(tmp_path: Path) -> None:
+@pytest.mark.case("patients", "arrays whose groups are all one")
+@pytest.mark.case("patients", "many patients are counted in a moment")
+def test_patients_of_images_and_groups_of_arrays(tmp_path: Path) -> None:
     names = ["X", "P1", "P2"]
     mostly = list(_one_patient({"a": ["X"] * 19 + ["P1"], "b": ["X"] * 5 + ["P1"] * 5, "c": [None] * 9, "d": names}))
     assert len(mostly) == 1
     assert "19 of 20 images of site 'a'" in mostly[0]
-
-
-@pytest.mark.case("patients", "arrays whose groups are all one")
-def test_one_group_in_arrays(tmp_path: Path) -> None:
     domains = {
         name: Domain(name, np.zeros((8, 2), np.float32), np.arange(8) % 2, groups=np.full(8, number))
         for number, name in enumerate("ab")
@@ -507,6 +490,10 @@ def test_one_group_in_arrays(tmp_path: Path) -> None:
     data = DataSet("arrays", domains, ("0", "1"), Preprocessing(kind="features"), manifest)
     with pytest.raises(UserError, match=r"all 8 samples of site '.' are in one group"):
         split_often(data, "b", "leave_one_out", 0.9)
+    names = [f"P{number}" for number in range(100_000)]
+    begin = time.perf_counter()
+    assert list(_one_patient({"a": names})) == []
+    assert time.perf_counter() - begin < 2
 
 
 @pytest.mark.case("deep images", "a missing window is no corrupt image: it is asked for, and then all are read")
@@ -553,14 +540,6 @@ def test_dicom_named_as_another_image(tmp_path: Path) -> None:
     dicom(root / "north" / "cat" / "a.png", GREY)
     with pytest.raises(UserError, match=r"a\.png.*DICOM.*\.dcm"):
         ImageFolder(root=root, size=8).build()
-
-
-@pytest.mark.case("patients", "many patients are counted in a moment")
-def test_many_patients() -> None:
-    names = [f"P{number}" for number in range(100_000)]
-    begin = time.perf_counter()
-    assert list(_one_patient({"a": names})) == []
-    assert time.perf_counter() - begin < 2
 
 
 @pytest.mark.case("names of files", "an image whose name is not written in UTF-8 is read")

@@ -38,16 +38,13 @@ def test_one_encoding_by_hand(tmp_path: Path) -> None:
     assert np.allclose(b, [[(70 - mean) / std, 0, 0, 0, 1], [0, 1, 0, 0, 0]])
     assert data.domains["b"].labels.tolist() == [1, 0]
     assert data.preprocessing.kind == "table"
-
-
-def test_statistics_of_chosen_sites_only(tmp_path: Path) -> None:
     data = built(tmp_path, statistics_from=["a"])
     b = data.domains["b"].inputs
     std = float(np.std([40, 50, 60]))
     assert np.allclose(b, [[20 / std, 0, 0], [0, 0, 0]])  # stage III was never seen at a
 
 
-def test_prediction_encodes_the_same_after_a_round_trip(tmp_path: Path) -> None:
+def test_prediction_encodes_the_same(tmp_path: Path) -> None:
     data = built(tmp_path)
     saved = Preprocessing.model_validate_json(data.preprocessing.model_dump_json())
     assert np.array_equal(encode_rows(saved, tmp_path / "b.csv")[1], data.domains["b"].inputs)
@@ -55,35 +52,28 @@ def test_prediction_encodes_the_same_after_a_round_trip(tmp_path: Path) -> None:
     assert encode_rows(saved, tmp_path / "new.csv")[1].tolist() == [[0, 0, 0, 0, 0]]
     with pytest.raises(UserError, match="the model reads image inputs"):
         encode_rows(Preprocessing(kind="image"), tmp_path / "new.csv")
-
-
-def test_numbers_that_mean_missing(tmp_path: Path) -> None:
     one_site(tmp_path)
     saved = asked(**age(missing_values=[40.0], can_be_missing=True))
     # age, age is missing, stage I, II, III
     assert encode_rows(saved, tmp_path / "a.csv")[1].tolist() == [[0, 1, 1, 0, 0], [1, 0, 0, 1, 0]]
 
 
-def test_whole_numbers_are_one_category_and_order_naturally(tmp_path: Path) -> None:
+def test_cells_are_read_as_they_are_meant(tmp_path: Path) -> None:
     a, b = "age,stage,ill\n1,1.0,0\n2,10,1\n", "age,stage,ill\n3,1,1.0\n4,2,0.0\n"
     data = built(tmp_path, a, b)
     assert data.classes == ("0", "1")
     assert data.preprocessing.table is not None
     assert data.preprocessing.table["categorical"] == [{"name": "stage", "categories": ["1", "2", "10"]}]
-
-
-def test_moments_of_a_constant_column() -> None:
     mean, std = moments(3, np.array([0.3]), np.array([0.03]))
     assert mean[0] == pytest.approx(0.1)
     assert std[0] == 1
-
-
-def test_quotes_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
     a = '\ufeffage,stage,ill\r\n40,"I, early",no\r\n\r\n50,II,yes\r\n'
     data = built(tmp_path, a, a)
     assert len(data.domains["a"]) == 2
     assert data.preprocessing.table is not None
     assert data.preprocessing.table["categorical"][0]["categories"] == ["I, early", "II"]
+    data = built(tmp_path, b="age,stage,ill\n1,I,no\n")
+    assert any("site 'b' has no sample of class yes" in line for line in data.warnings)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +113,6 @@ def test_other_mistakes(tmp_path: Path) -> None:
         built(tmp_path, numeric=[], categorical=[])
 
 
-def test_a_site_with_one_label_is_warned(tmp_path: Path) -> None:
-    data = built(tmp_path, b="age,stage,ill\n1,I,no\n")
-    assert any("site 'b' has no sample of class yes" in line for line in data.warnings)
-
-
 # An encoding that came in a request -----------------------------------------------------------------------------------
 
 SECRET = "patient,age,stage,note,ill\nJane Doe,40,I,hiv,no\nJohn Roe,60,II,none,yes\n"
@@ -151,9 +136,21 @@ def age(**changes: Any) -> dict[str, Any]:
     return {"numeric": [{**ENCODING["numeric"][0], **changes}]}
 
 
-def test_an_agreed_encoding_with_categories_of_other_sites(tmp_path: Path) -> None:
+def test_encodings_that_came_in_a_request(tmp_path: Path) -> None:
     data = one_site(tmp_path).encode(asked(), ("no", "yes"))
     assert np.asarray(data.domains["a"].inputs).tolist() == [[-1, 1, 0, 0], [1, 0, 1, 0]]
+    data = one_site(tmp_path).encode(asked(**age(std=1e-320, mean=40.0)), ("no", "yes"))
+    features = np.asarray(data.domains["a"].inputs)
+    assert np.isfinite(features).all()
+    assert np.abs(features[:, 0]).max() == np.finfo(np.float32).max
+    for preprocessing in (Preprocessing(kind="table"), Preprocessing(kind="features", table=ENCODING)):
+        with pytest.raises(UserError, match="the encoding of the table"):
+            one_site(tmp_path).encode(preprocessing, ("no", "yes"))
+    with pytest.raises(UserError, match="column 'age' has values that are too large"):
+        one_site(tmp_path, SECRET.replace(",40,", ",1e300,")).build()
+    one_site(tmp_path)
+    with pytest.raises(UserError, match="is damaged"):
+        encode_rows(asked(**age(std=0.0)), tmp_path / "a.csv")
 
 
 @pytest.mark.parametrize(
@@ -186,20 +183,6 @@ def test_a_request_reads_only_the_columns_that_a_site_lists(changes: dict[str, A
     assert not [word for word in ("Jane", "patient", "note", "hiv", "row") if word in told]
 
 
-def test_what_an_encoding_makes_too_large_is_the_largest_number(tmp_path: Path) -> None:
-    """An error would tell the coordinator, which chooses mean and deviation, whether a cell is above a bound."""
-    data = one_site(tmp_path).encode(asked(**age(std=1e-320, mean=40.0)), ("no", "yes"))
-    features = np.asarray(data.domains["a"].inputs)
-    assert np.isfinite(features).all()
-    assert np.abs(features[:, 0]).max() == np.finfo(np.float32).max
-
-
-def test_an_encoding_of_another_kind(tmp_path: Path) -> None:
-    for preprocessing in (Preprocessing(kind="table"), Preprocessing(kind="features", table=ENCODING)):
-        with pytest.raises(UserError, match="the encoding of the table"):
-            one_site(tmp_path).encode(preprocessing, ("no", "yes"))
-
-
 @pytest.mark.parametrize(
     ("text", "full", "public"),
     [
@@ -222,25 +205,11 @@ def test_the_owner_is_told_the_cell_and_others_are_not(text: str, full: str, pub
 
 
 @pytest.mark.case("few rows", "a site's file lacks its label: the label's name there is not told")
-def test_the_name_of_a_label_that_is_lacking_is_not_told(tmp_path: Path) -> None:
+def test_labels_that_lack_or_are_unknown_are_not_shown(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no column 'ill'") as here:
         one_site(tmp_path, "age,stage,sick\n1,I,no\n2,I,yes\n").build()
     assert "lacks a column" in here.value.public
     assert not [word for word in ("'ill'", "sick") if word in here.value.public]
-
-
-def test_a_label_of_no_class_is_not_shown(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a label is none of the federation's classes") as caught:
         one_site(tmp_path, SECRET.replace(",yes", ",Jane Doe")).encode(asked(), ("no", "yes"))
     assert "Jane" not in str(caught.value)
-
-
-def test_numbers_too_large_to_standardise(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="column 'age' has values that are too large"):
-        one_site(tmp_path, SECRET.replace(",40,", ",1e300,")).build()
-
-
-def test_a_model_file_with_a_useless_encoding(tmp_path: Path) -> None:
-    one_site(tmp_path)
-    with pytest.raises(UserError, match="is damaged"):
-        encode_rows(asked(**age(std=0.0)), tmp_path / "a.csv")

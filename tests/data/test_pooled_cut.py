@@ -132,7 +132,7 @@ def test_the_smaller_alpha_the_more_sites_differ_and_none_is_too_small() -> None
         assert spread(by, 0.3) > 0.15 > 0.08 > spread(by, 1000.0)
 
 
-def test_sparse_rows_and_splits_are_pooled_in_order() -> None:
+def test_what_is_pooled_and_what_stays_whole() -> None:
     def sparse(values: list[float]) -> SparseRows:
         return SparseRows(np.array(values, np.float32), np.zeros(2, np.int64), np.array([0, 1, 2]), 1)
 
@@ -144,14 +144,6 @@ def test_sparse_rows_and_splits_are_pooled_in_order() -> None:
     assert whole.inputs.dense(np.arange(4))[:, 0].tolist() == [1, 2, 3, 4]
     assert (whole.train_rows.tolist(), whole.test_rows.tolist()) == ([0, 2], [1, 3])  # type: ignore[union-attr]
     assert whole.fixed_split
-
-
-def data_of(*found: Domain) -> DataSet:
-    names = tuple("abcd")
-    return DataSet("d", {one.name: one for one in found}, names, Preprocessing(kind="features"), Manifest(*[""] * 5))
-
-
-def test_the_target_and_common_test_sets_stay_whole() -> None:
     data, pool = data_of(*marked(40, 40, 40)), PooledCut(sites=4)
     assert list(LeaveOneOut(targets=("d1",), pool=pool).taking_part(data).domains) == [
         "d1", "site.1", "site.2", "site.3", "site.4",
@@ -159,12 +151,14 @@ def test_the_target_and_common_test_sets_stay_whole() -> None:
     found = Participants(common_tests=("d2",), pool=pool).taking_part(data)
     assert sum(len(one) for name, one in found.domains.items() if name != "d2") == 80
     assert len(Participants(common_tests=("d2",), pool=pool).split_of(found, "sites", 0).train) == 4
-
-
-def test_settings_of_runs_without_a_pool_are_those_of_earlier_versions() -> None:
     for kind in (LeaveOneOut, AdaptToOne, Participants):
         assert "pool" not in kind().model_dump()
         assert kind(pool=PooledCut(sites=3)).model_dump()["pool"]["sites"] == 3
+
+
+def data_of(*found: Domain) -> DataSet:
+    names = tuple("abcd")
+    return DataSet("d", {one.name: one for one in found}, names, Preprocessing(kind="features"), Manifest(*[""] * 5))
 
 
 @pytest.mark.parametrize(

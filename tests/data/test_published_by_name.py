@@ -177,7 +177,7 @@ def test_a_domain_that_is_not_there(tmp_path: Path, small: Small) -> None:
 # Lists
 
 
-def test_lists_have_the_official_split(tmp_path: Path, small: Small) -> None:
+def test_lists_have_the_official_split_and_paths_of_elsewhere(tmp_path: Path, small: Small) -> None:
     small("domain_net", {"clipart": {"all": 3, "train": 2, "test": 1}})
     for number in (1, 2, 3):
         image(tmp_path / "clipart" / "aircraft_carrier" / f"{number}.jpg")
@@ -188,10 +188,6 @@ def test_lists_have_the_official_split(tmp_path: Path, small: Small) -> None:
     (tmp_path / "clipart_test.txt").write_text("clipart/aircraft_carrier/9.jpg 0\n")
     with pytest.raises(UserError, match=r"has no clipart/aircraft_carrier/9\.jpg, which clipart_test\.txt names"):
         built("domain_net", tmp_path)
-
-
-def test_lists_whose_paths_begin_elsewhere(tmp_path: Path, small: Small) -> None:
-    """As those that come with the images: /data/image-clef/b/252_0446.jpg 6."""
     small("image_clef", {"b": {"all": 2}})
     for name in ("252_0446", "113_0001"):
         image(tmp_path / "b" / f"{name}.jpg")
@@ -220,7 +216,7 @@ def test_a_list_that_lies(line: str, words: str, tmp_path: Path, small: Small) -
 # Tables
 
 
-def test_the_table_of_wilds(tmp_path: Path, small: Small) -> None:
+def test_tables_of_wilds_and_flamby(tmp_path: Path, small: Small) -> None:
     small("camelyon17_wilds", {"hospital_0": {"all": 2, "train": 1, "test": 1}, "hospital_1": {"all": 1}})
     lines = [",patient,node,x_coord,y_coord,tumor,slide,center,split"]
     for number, (patient, tumour, centre, split) in enumerate((("004", 1, 0, 0), ("004", 0, 0, 1), ("020", 1, 1, 0))):
@@ -242,9 +238,6 @@ def test_the_table_of_wilds(tmp_path: Path, small: Small) -> None:
     (tmp_path / "metadata.csv").write_text("\n".join(lines) + "\n")
     (folder / "patch_patient_020_node_4_x_2_y_7.png").unlink()
     assert len(built("camelyon17_wilds", tmp_path, domains=["hospital_0"]).domains["hospital_0"]) == 2
-
-
-def test_the_table_of_flambys_isic(tmp_path: Path, small: Small) -> None:
     small("fed_isic2019", {"BCN": {"all": 1, "train": 1}, "MSK": {"all": 1, "test": 1}})
     (tmp_path / "train_test_split").write_text(
         "image,target,center,fold,fold2\nISIC_1,1,0,train,train_0\nISIC_2,4,4,test,test_4\n"
@@ -256,9 +249,6 @@ def test_the_table_of_flambys_isic(tmp_path: Path, small: Small) -> None:
         "BCN": "NV",
         "MSK": "BKL",
     }
-
-
-def test_rows_of_flambys_tcga(tmp_path: Path, small: Small) -> None:
     small("fed_tcga_brca", {"Northeast": {"all": 2, "train": 1, "test": 1}, "South": {"all": 1}})
     (tmp_path / "brca.csv").write_text(
         "pid,age,stage,E,T\na,50,1,1.0,300.5\nb,60,0,0.0,20\nc,70,1,0,8\nother,1,1,1,1\n"
@@ -369,7 +359,7 @@ def test_matlab_files_of_digits_five(tmp_path: Path, small: Small) -> None:
 # Masks
 
 
-def test_grey_levels_of_masks(tmp_path: Path, small: Small) -> None:
+def test_masks_of_images_and_volumes(tmp_path: Path, small: Small) -> None:
     small("feddg_fundus", {"drishti_gs": {"all": 2, "train": 1, "test": 1}})
     for part, name in (("train", "gdrishtiGS_002.png"), ("test", "gdrishtiGS_001.png")):
         image(tmp_path / "Domain1" / part / "ROIs" / "image" / name)
@@ -385,9 +375,6 @@ def test_grey_levels_of_masks(tmp_path: Path, small: Small) -> None:
     assert data.task == "segmentation"
     assert masks.sum(axis=(2, 3)).tolist() == [[16, 256], [16, 256]]
     assert halves(data, "drishti_gs") == ([0], [1])
-
-
-def test_volumes_slice_by_slice(tmp_path: Path, small: Small) -> None:
     nibabel = pytest.importorskip("nibabel")
     small("feddg_prostate", {"UCL": {}})
     (tmp_path / "UCL").mkdir()
@@ -404,11 +391,8 @@ def test_volumes_slice_by_slice(tmp_path: Path, small: Small) -> None:
         built("feddg_prostate", tmp_path)
 
 
-def test_what_cannot_be_read_says_what_to_do() -> None:
+def test_what_cannot_be_read_and_sources_of_other_processes() -> None:
     with pytest.raises(UserError, match=r"cannot read fed_ixi: its samples are volumes.*mask_folder"):
         parse({"name": "fed_ixi"}).build()
-
-
-def test_a_source_goes_to_another_process() -> None:
     source = parse({"name": "vlcs", "size": 64})
     assert pickle.loads(pickle.dumps(source)) == source

@@ -51,7 +51,7 @@ def test_checksums_are_those_of_the_files(name: str) -> None:
     assert {file: sha256_of(ROOT / file) for file in there} == {file: known[file] for file in there}
 
 
-def test_rotated_digits_share_base_images() -> None:
+def test_rotated_digits() -> None:
     data = built(name="rotated_digits")
     assert list(data.domains) == ["D0", "D15", "D30", "D45", "D60", "D75"]
     assert data.input_shape == (1, 16, 16)
@@ -65,25 +65,17 @@ def test_rotated_digits_share_base_images() -> None:
     scaled = (values / 255 - data.preprocessing.mean[0]) / data.preprocessing.std[0]
     assert abs(scaled.mean()) < 0.02
     assert abs(scaled.std() - 1) < 0.02
-
-
-def test_other_angles_and_numbers() -> None:
+    assert data_fingerprint(built(name="rotated_digits")) == "491af7e2aa6c54f4-f451f3ce"
     data = built(name="rotated_digits", angles=[0, 22.5], per_class=7, size=28, normalise=False)
     assert list(data.domains) == ["D0", "D22.5"]
     assert data.domains["D22.5"].inputs.shape == (70, 1, 28, 28)
     assert data.preprocessing.mean is None
     other = built(name="rotated_digits", per_class=7, base_seed=1, size=28)
     assert not np.array_equal(other.domains["D0"].inputs, data.domains["D0"].inputs)
-
-
-def test_too_many_base_images_and_a_repeated_angle() -> None:
     with pytest.raises(UserError, match=r"per_class is 175.*at most 174"):
         built(name="rotated_digits", per_class=175)
     with pytest.raises(UserError, match="each angle"):
         built(name="rotated_digits", angles=[0, 0])
-
-
-def test_a_quarter_turn_is_clockwise() -> None:
     image = np.zeros((1, 8, 8), dtype=np.uint8)
     image[0, 0, 2] = 200  # near the top: a quarter turn clockwise brings it to the right edge
     turned = turned_clockwise(image, 90)
@@ -98,11 +90,6 @@ def test_rotation_agrees_with_torchvision(angle: float) -> None:
     bilinear = functional.InterpolationMode.BILINEAR
     expected = functional.rotate(torch.from_numpy(images)[:, None], -angle, interpolation=bilinear)[:, 0].numpy()
     assert np.abs(turned_clockwise(images, angle).astype(int) - expected).max() <= 1
-
-
-def test_rotated_digits_are_the_same_on_every_processor() -> None:
-    """A folder of runs is gone on with on another machine only if its data have this checksum."""
-    assert data_fingerprint(built(name="rotated_digits")) == "491af7e2aa6c54f4-f451f3ce"
 
 
 @needs("mnist.npz")
@@ -132,6 +119,7 @@ def test_mnist_in_torchvisions_layout(tmp_path: Path, monkeypatch: pytest.Monkey
         RotatedMnist().base()
 
 
+@pytest.mark.slow
 @needs("mnist.npz", "usps.npz", "mnist_m_test9001.npz", "chars74k_digits.npz")
 def test_five_digits() -> None:
     data = built(name="five_digits")
@@ -267,6 +255,7 @@ def test_pacs_features_and_the_official_split() -> None:
     assert data.classes == ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person")
 
 
+@pytest.mark.slow
 @needs("pacs_images_128.zip", "pacs_splits", "pacs_mobilenetv2.npz")
 def test_pacs_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path))

@@ -61,7 +61,11 @@ def test_separators_and_letters(tmp_path: Path, text: str | bytes, form: dict[st
 
 
 @pytest.mark.case("CSV separators", "commas inside a quoted name of a column, semicolons between cells")
-def test_separators_are_counted_outside_of_quotes(tmp_path: Path) -> None:
+@pytest.mark.case("CSV separators", "lines are counted with the sep= line")
+@pytest.mark.case("CSV letters", "Windows' letters, cp1252")
+@pytest.mark.case("CSV numbers", "names of patients and categories keep their points where numbers are grouped")
+@pytest.mark.case("CSV letters", "Excel's #N/A is missing")
+def test_cells_of_csv(tmp_path: Path) -> None:
     name = "age, years, at admission, rounded"
     assert cells(read(tmp_path, f'"{name}";bp\n61.3;128\n')) == {name: ["61.3"], "bp": ["128"]}
     # A second quote is a letter of the cell; a quote inside a cell without quotes is one, too.
@@ -69,20 +73,18 @@ def test_separators_are_counted_outside_of_quotes(tmp_path: Path) -> None:
     assert list(read(tmp_path, '5" disc,b\n1,2\n').cells) == ['5" disc', "b"]
     # A name of two lines.
     assert list(read(tmp_path, '"age\n, years, , ,";b\n1;2\n').cells) == ["age\n, years, , ,", "b"]
-
-
-@pytest.mark.case("CSV separators", "lines are counted with the sep= line")
-def test_lines_after_a_line_of_the_separator(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"line 4: 1 cells, but the first line has 2 columns"):
         read(tmp_path, "sep=;\nage;sex\n1;m\n2\n")
-
-
-@pytest.mark.case("CSV letters", "Windows' letters, cp1252")
-def test_letters_of_windows(tmp_path: Path) -> None:
     text = "age,ward\n61,Ärzte – Süd\n".encode("cp1252")
     assert cells(read(tmp_path, text, encoding="cp1252"))["ward"] == ["Ärzte – Süd"]
     with pytest.raises(UserError, match=r"UTF-8 \(line 2\): set the data\.encoding .* cp1252"):
         read(tmp_path, text)
+    table = read(tmp_path, "x,code\n1,1.234\n", ("x",), thousands=" ", decimal=".")
+    assert cells(table)["code"] == ["1.234"]
+    table = read(tmp_path, 'x;code\n"1.000";1.234\n', ("x",), thousands=".", decimal=",")
+    assert cells(table) == {"x": ["1000"], "code": ["1.234"]}
+    assert np.isnan(numbers(read(tmp_path, "x,y\n#N/A,1\n"), "x")).all()
+    assert TableFormat() == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -179,14 +181,6 @@ def test_advice_makes_no_thousandth(tmp_path: Path, cell: str, advice: str) -> N
     assert ("data.decimal" in str(caught.value)) == ("data.decimal" in advice)
 
 
-@pytest.mark.case("CSV numbers", "names of patients and categories keep their points where numbers are grouped")
-def test_only_numbers_lose_their_groups(tmp_path: Path) -> None:
-    table = read(tmp_path, "x,code\n1,1.234\n", ("x",), thousands=" ", decimal=".")
-    assert cells(table)["code"] == ["1.234"]
-    table = read(tmp_path, 'x;code\n"1.000";1.234\n', ("x",), thousands=".", decimal=",")
-    assert cells(table) == {"x": ["1000"], "code": ["1.234"]}
-
-
 # Excel ----------------------------------------------------------------------------------------------------------------
 
 
@@ -205,17 +199,18 @@ ROWS: list[list[Any]] = [["age", "sex", "outcome"], [61.3, "m", 1], [None, "f", 
 
 
 @pytest.mark.case("Excel files", "numbers, text and empty cells, as in the same CSV file")
-def test_an_excel_file_is_the_same_table(tmp_path: Path) -> None:
+@pytest.mark.case("Excel files", "several sheets, none named")
+@pytest.mark.case("Excel files", "numbers are not read as grouped text: 1.061 stays below 2")
+@pytest.mark.case("Excel files", "a formula whose value nobody computed is no missing cell")
+@pytest.mark.case("Excel files", "a date in a column of numbers")
+@pytest.mark.case("Excel files", "empty columns and rows around the table, and a column without a name")
+def test_excel_files_and_their_sheets(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("age,sex,outcome\n61.3,m,1\n,f,0\nNA,f,1\n")
     path = book(tmp_path / "a.xlsx", ROWS)
     assert cells(read_table(path)) == cells(read_table(tmp_path / "a.csv"))
     assert read_table(path).locate(2) == f"{path}, row 4"
     pandas.read_csv(tmp_path / "a.csv", keep_default_na=False).to_excel(tmp_path / "b.xlsx", index=False)
     assert cells(read_table(tmp_path / "b.xlsx"))["sex"] == ["m", "f", "f"]
-
-
-@pytest.mark.case("Excel files", "several sheets, none named")
-def test_a_sheet_is_named(tmp_path: Path) -> None:
     path = book(tmp_path / "a.xlsx", ROWS, "Patients", ("Legend",))
     with pytest.raises(UserError, match=r"has 2 sheets \('Patients', 'Legend'\): name one of them") as caught:
         read_table(path)
@@ -225,31 +220,15 @@ def test_a_sheet_is_named(tmp_path: Path) -> None:
         read_table(path, TableFormat(sheet="Patient"))
     with pytest.raises(UserError, match="is empty"):
         read_table(path, TableFormat(sheet="Legend"))
-
-
-@pytest.mark.case("Excel files", "numbers are not read as grouped text: 1.061 stays below 2")
-def test_numbers_of_excel_have_points(tmp_path: Path) -> None:
     path = book(tmp_path / "a.xlsx", [["x"], [1.061], ["2.330,5"]])
     table = read_table(path, TableFormat(decimal=",", thousands="."), ("x",))
     assert numbers(table, "x").tolist() == [1.061, 2330.5]
-
-
-@pytest.mark.case("Excel files", "a formula whose value nobody computed is no missing cell")
-def test_formulas_without_values(tmp_path: Path) -> None:
     path = book(tmp_path / "a.xlsx", [["x", "y"], [1, "a"], ["=A2+1", "b"]])
     with pytest.raises(UserError, match=r"row 3, column 1: a formula without a stored value"):
         read_table(path)
-
-
-@pytest.mark.case("Excel files", "a date in a column of numbers")
-def test_dates_of_excel(tmp_path: Path) -> None:
     path = book(tmp_path / "a.xlsx", [["x"], [pandas.Timestamp("2024-01-02")]])
     with pytest.raises(UserError, match=r"row 2, column 'x'.*write dates as days"):
         numbers(read_table(path), "x")
-
-
-@pytest.mark.case("Excel files", "empty columns and rows around the table, and a column without a name")
-def test_empty_cells_around_the_table(tmp_path: Path) -> None:
     path = book(tmp_path / "a.xlsx", [[None] * 5, ["x", "y", None, ""], [1, 2, None, None], [None] * 3, [3, 4]])
     assert cells(read_table(path)) == {"x": ["1", "3"], "y": ["2", "4"]}
     with pytest.raises(UserError, match="column 2 has cells and no name"):
@@ -285,8 +264,21 @@ def with_sheet(path: Path, xml: bytes) -> Path:
 SHEET = b'<worksheet xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main">%s<sheetData>%s</sheetData></worksheet>'
 
 
+@pytest.mark.case("Excel files", "17 billion cells declared, of which two are there")
+@pytest.mark.case("Excel files", "entities that expand a billion times")
 @pytest.mark.case("Excel files", "a zip bomb: 200 KB that expand to 200 MB")
-def test_an_excel_file_that_expands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excel_files_that_declare_or_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = b'<row r="1"><c r="A1" t="inlineStr"><is><t>x</t></is></c></row>'
+    rows += b'<row r="900000"><c r="A900000"><v>7</v></c></row>'
+    path = with_sheet(tmp_path / "a.xlsx", SHEET % (b'<dimension ref="A1:XFD1048576"/>', rows))
+    began = time.process_time()
+    assert cells(read_table(path)) == {"x": ["7"]}
+    assert time.process_time() - began < 5
+    entities = b"".join(b'<!ENTITY e%d "%s">' % (n, b"&e%d;" % (n - 1) * 10) for n in range(1, 10))
+    xml = b'<?xml version="1.0"?><!DOCTYPE a [<!ENTITY e0 "ha">' + entities + b"]>"
+    text = b'<row r="1"><c r="A1" t="inlineStr"><is><t>&e9;</t></is></c></row>'
+    with pytest.raises(UserError, match="is damaged or not an Excel file"):
+        read_table(with_sheet(tmp_path / "a.xlsx", xml + SHEET % (b"", text)))
     monkeypatch.setenv("FEDSHIFT_LARGEST_DATA", "0.05")
     path = with_sheet(tmp_path / "a.xlsx", b" " * (200 << 20))
     assert path.stat().st_size < 1 << 20
@@ -294,16 +286,6 @@ def test_an_excel_file_that_expands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match=r"declares 200\.\d MiB of data"):
         read_table(path)
     assert time.process_time() - began < 2
-
-
-@pytest.mark.case("Excel files", "17 billion cells declared, of which two are there")
-def test_an_excel_file_that_declares_many_cells(tmp_path: Path) -> None:
-    rows = b'<row r="1"><c r="A1" t="inlineStr"><is><t>x</t></is></c></row>'
-    rows += b'<row r="900000"><c r="A900000"><v>7</v></c></row>'
-    path = with_sheet(tmp_path / "a.xlsx", SHEET % (b'<dimension ref="A1:XFD1048576"/>', rows))
-    began = time.process_time()
-    assert cells(read_table(path)) == {"x": ["7"]}
-    assert time.process_time() - began < 5
 
 
 @cases(
@@ -322,15 +304,6 @@ def test_a_sheet_that_is_made_up(tmp_path: Path, rows: bytes) -> None:
     with pytest.raises(UserError, match="is damaged or not an Excel file"):
         read_table(path)
     assert time.process_time() - began < 5
-
-
-@pytest.mark.case("Excel files", "entities that expand a billion times")
-def test_entities_that_expand(tmp_path: Path) -> None:
-    entities = b"".join(b'<!ENTITY e%d "%s">' % (n, b"&e%d;" % (n - 1) * 10) for n in range(1, 10))
-    xml = b'<?xml version="1.0"?><!DOCTYPE a [<!ENTITY e0 "ha">' + entities + b"]>"
-    text = b'<row r="1"><c r="A1" t="inlineStr"><is><t>&e9;</t></is></c></row>'
-    with pytest.raises(UserError, match="is damaged or not an Excel file"):
-        read_table(with_sheet(tmp_path / "a.xlsx", xml + SHEET % (b"", text)))
 
 
 # Sites that write differently -----------------------------------------------------------------------------------------
@@ -369,6 +342,8 @@ COMMON = {
 
 
 @pytest.mark.case("exports per site", "names, units, decimal commas, letters and codes for missing of one site")
+@pytest.mark.case("exports per site", "data frames are read by the same options as files")
+@pytest.mark.case("exports per site", "the same options in a SITE.yaml, where one site is alone")
 def test_each_site_writes_in_its_own_way(tmp_path: Path) -> None:
     data = two_sites(tmp_path).build()
     for name, text in COMMON.items():
@@ -382,10 +357,15 @@ def test_each_site_writes_in_its_own_way(tmp_path: Path) -> None:
         assert data.domains[name].labels.tolist() == plain.domains[name].labels.tolist()
     # The mean that is agreed on is of mg/dl: (200 + 220 + 240 + 100 + 200) / 5.
     assert encoding_of(data.preprocessing).numeric[1].mean == pytest.approx(192)
-
-
-@pytest.mark.case("exports per site", "the same options in a SITE.yaml, where one site is alone")
-def test_a_site_alone_writes_in_its_own_way(tmp_path: Path) -> None:
+    table = two_sites(tmp_path)
+    frames = {
+        "north": pandas.read_csv(tmp_path / "north.csv"),
+        "south": pandas.read_csv(tmp_path / "south.csv", sep=";", dtype=str, encoding="cp1252"),
+    }
+    from_frames = two_sites(tmp_path, sites=frames).build()
+    files = table.build()
+    for name in frames:
+        assert np.array_equal(from_frames.domains[name].inputs, files.domains[name].inputs)
     whole = two_sites(tmp_path)
     alone = Table.model_validate(
         {
@@ -407,7 +387,9 @@ def test_a_site_alone_writes_in_its_own_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("exports per site", "new rows written as one site writes them are predicted by the same options")
-def test_rows_to_predict_are_written_in_their_own_way(tmp_path: Path) -> None:
+@pytest.mark.case("exports per site", "units of all training files are those of new files, too; a frame likewise")
+@pytest.mark.case("exports per site", "new rows in the words of the training files")
+def test_rows_to_predict_are_written_as_those_that_trained(tmp_path: Path) -> None:
     table = two_sites(tmp_path)
     data = table.build()
     encoding = encoding_of(data.preprocessing)
@@ -428,10 +410,6 @@ def test_rows_to_predict_are_written_in_their_own_way(tmp_path: Path) -> None:
     assert np.array_equal(
         encode_rows(data.preprocessing, rows_of(from_frame, encoding, own))[1], data.domains["south"].inputs
     )
-
-
-@pytest.mark.case("exports per site", "units of all training files are those of new files, too; a frame likewise")
-def test_units_of_all_sites_are_kept_for_predictions(tmp_path: Path) -> None:
     data = two_sites(tmp_path, per_site={}, sites={"north": tmp_path / "north.csv"}, units={"age": 12.0, "chol": 0.5},
                      missing_values={"chol": 240}).build()  # fmt: skip
     assert encoding_of(data.preprocessing).numeric[0].mean == 12 * 55
@@ -440,19 +418,12 @@ def test_units_of_all_sites_are_kept_for_predictions(tmp_path: Path) -> None:
     assert data.domains["north"].inputs[3, 2] == 1
     (tmp_path / "new.csv").write_text("age,chol,sex\n40,480,f\n")
     assert encode_rows(data.preprocessing, tmp_path / "new.csv")[1][0, 2] == 0
-
-
-@pytest.mark.case("exports per site", "data frames are read by the same options as files")
-def test_frames_are_written_in_their_own_way(tmp_path: Path) -> None:
-    table = two_sites(tmp_path)
-    frames = {
-        "north": pandas.read_csv(tmp_path / "north.csv"),
-        "south": pandas.read_csv(tmp_path / "south.csv", sep=";", dtype=str, encoding="cp1252"),
-    }
-    from_frames = two_sites(tmp_path, sites=frames).build()
-    files = table.build()
-    for name in frames:
-        assert np.array_equal(from_frames.domains[name].inputs, files.domains[name].inputs)
+    words: dict[str, Any] = {"spellings": {"sex": {"f": "woman", "m": "man"}}, "missing_words": ["none"]}
+    data = two_sites(tmp_path, per_site={}, sites={"north": tmp_path / "north.csv"}, **words).build()
+    (tmp_path / "new.csv").write_text("age,chol,sex\n40,200,f\n50,None,woman\n")
+    (tmp_path / "same.csv").write_text("age,chol,sex\n40,200,woman\n50,,f\n")
+    new, same = (encode_rows(data.preprocessing, tmp_path / f"{name}.csv")[1] for name in ("new", "same"))
+    assert np.array_equal(new, same)
 
 
 @pytest.mark.case("exports per site", "other words for categories, classes and missing cells, of one site")
@@ -473,16 +444,6 @@ def test_words_of_one_site_become_those_of_all(tmp_path: Path, suffix: str) -> N
     for name, domain in data.domains.items():
         assert np.array_equal(domain.inputs, plain.domains[name].inputs)
         assert domain.labels.tolist() == plain.domains[name].labels.tolist()
-
-
-@pytest.mark.case("exports per site", "new rows in the words of the training files")
-def test_words_of_all_sites_are_kept_for_predictions(tmp_path: Path) -> None:
-    words: dict[str, Any] = {"spellings": {"sex": {"f": "woman", "m": "man"}}, "missing_words": ["none"]}
-    data = two_sites(tmp_path, per_site={}, sites={"north": tmp_path / "north.csv"}, **words).build()
-    (tmp_path / "new.csv").write_text("age,chol,sex\n40,200,f\n50,None,woman\n")
-    (tmp_path / "same.csv").write_text("age,chol,sex\n40,200,woman\n50,,f\n")
-    new, same = (encode_rows(data.preprocessing, tmp_path / f"{name}.csv")[1] for name in ("new", "same"))
-    assert np.array_equal(new, same)
 
 
 @cases(
@@ -514,7 +475,8 @@ def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], messag
 
 
 @pytest.mark.case("exports per site", "a new name for a column that is not there, or that another one has")
-def test_names_that_do_not_fit(tmp_path: Path) -> None:
+@pytest.mark.case("exports per site", "one file of all sites: units and codes by site, nothing else")
+def test_names_and_units_of_one_site_or_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"south\.csv: rename: there is no column 'Altr'; did you mean 'Alter'"):
         two_sites(tmp_path, per_site={"south": {"rename": {"Altr": "age"}}}).build()
     with pytest.raises(UserError, match=r"rename: two columns would be called 'sex'"):
@@ -523,10 +485,6 @@ def test_names_that_do_not_fit(tmp_path: Path) -> None:
     swapped = read(tmp_path, "a,b\n1,2\n").rename_columns({"a": "b", "b": "a"})
     assert cells(swapped) == {"b": ["1"], "a": ["2"]}
     assert cells(read(tmp_path, "a,b\n1,2\n").rename_columns({"A": "a"})) == {"a": ["1"], "b": ["2"]}
-
-
-@pytest.mark.case("exports per site", "one file of all sites: units and codes by site, nothing else")
-def test_one_file_of_sites_in_other_units(tmp_path: Path) -> None:
     (tmp_path / "all.csv").write_text("site,x,y\na,1,n\na,2,p\nb,1000,n\nb,-1,p\n")
     fields: dict[str, Any] = {"file": tmp_path / "all.csv", "site_column": "site", "label": "y", "numeric": ["x"]}
     own = {"b": {"units": {"x": 0.001}, "missing_values": {"x": -1}}}
@@ -541,9 +499,9 @@ def test_one_file_of_sites_in_other_units(tmp_path: Path) -> None:
 # Size -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.case("tables of many columns", "60,000 columns in one line")
+@pytest.mark.case("tables of many columns", "30,000 columns in one line")
 def test_many_columns_take_seconds(tmp_path: Path) -> None:
-    width = 60_000
+    width = 30_000
     names = [f"gene{number}" for number in range(width)]
     for site in ("a", "b"):
         rows = "\n".join(",".join([*["1"] * width, label]) for label in ("x", "y"))
@@ -553,28 +511,16 @@ def test_many_columns_take_seconds(tmp_path: Path) -> None:
         {"sites": {site: tmp_path / f"{site}.csv" for site in ("a", "b")}, "label": "label", "numeric": names}
     )
     assert table.build().input_shape == (width,)
-    assert time.process_time() - began < 20  # 4 s of a core; looking up each name in a list took 100 s
+    assert time.process_time() - began < 10  # 2 s of a core; looking up each name in a list took 25 s
 
 
 @pytest.mark.case("tables of many columns", "a repeated name among 60,000")
-def test_a_repeated_name_among_many(tmp_path: Path) -> None:
+@pytest.mark.case("tables of many columns", "a CSV file with more cells than fit")
+def test_names_and_cells_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.process_time()
     with pytest.raises(UserError, match="'gene7' appears more than once"):
         read(tmp_path, ",".join([*(f"gene{number}" for number in range(60_000)), "gene7"]) + "\n1\n")
     assert time.process_time() - began < 5
-
-
-@pytest.mark.case("tables of many columns", "a CSV file with more cells than fit")
-def test_a_file_with_too_many_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSHIFT_LARGEST_DATA", "0.001")
     with pytest.raises(UserError, match="declares"):
         read(tmp_path, "a" + "," * 100_000 + "\n")
-
-
-@pytest.mark.case("CSV letters", "Excel's #N/A is missing")
-def test_the_missing_cell_of_excel(tmp_path: Path) -> None:
-    assert np.isnan(numbers(read(tmp_path, "x,y\n#N/A,1\n"), "x")).all()
-
-
-def test_a_plain_format_is_the_default() -> None:
-    assert TableFormat() == PLAIN

@@ -44,14 +44,23 @@ def test_rows_of_several_domains(cache_bytes: int) -> None:
     assert (labels.dtype, numbers.dtype) == (torch.int64, torch.int64)
 
 
-def test_cached_and_gathered_batches_are_the_same_bits() -> None:
+def test_storage_makes_no_difference(tmp_path: Path) -> None:
     rows = torch.randperm(30, generator=torch.Generator().manual_seed(0))
     parts = [(ONE, np.arange(30), 0)]
     cached, gathered = SiteData(parts, IMAGE), SiteData(parts, IMAGE, cache_bytes=0)
     assert torch.equal(cached.batch(rows)[0], gathered.batch(rows)[0])
+    np.save(tmp_path / "x.npy", ONE.inputs)
+    mapped = Domain("m", np.load(tmp_path / "x.npy", mmap_mode="r"), ONE.labels)
+    rows = torch.tensor([29, 0, 7])
+    for cache_bytes in (0, 1 << 20):
+        found = SiteData([(mapped, np.arange(30), 0)], IMAGE, cache_bytes=cache_bytes).batch(rows)[0]
+        assert torch.equal(found, SiteData([(ONE, np.arange(30), 0)], IMAGE).batch(rows)[0])
+    domain = Domain("d", np.zeros((3, 2), dtype=np.float32), np.array([4, 1, 4]))
+    with pytest.raises(UserError, match="no samples in d"):
+        SiteData([(domain, np.array([], dtype=np.int64), 0)], FEATURES)
 
 
-def test_all_batches_in_order_without_augmentation() -> None:
+def test_batches_of_all_kinds_of_samples() -> None:
     data = SiteData([(ONE, np.arange(30), 0)], IMAGE, preset("csac"))
     assert not data.deterministic
     batches = list(data.all_batches(8))
@@ -59,9 +68,6 @@ def test_all_batches_in_order_without_augmentation() -> None:
     assert torch.equal(torch.cat([labels for _, labels, _ in batches]), torch.from_numpy(ONE.labels))
     inputs = torch.cat([found for found, _, _ in batches])
     assert torch.equal(inputs, to_network(torch.from_numpy(ONE.inputs), IMAGE, "cpu"))
-
-
-def test_augmentation_follows_the_generator() -> None:
     data = SiteData([(ONE, np.arange(30), 0)], IMAGE, preset("csac"))
     rows = torch.arange(8)
     draws = [data.batch(rows, torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)]
@@ -69,23 +75,11 @@ def test_augmentation_follows_the_generator() -> None:
     assert not torch.equal(draws[0], draws[2])
     assert not torch.equal(draws[0], data.batch(rows)[0])
     assert SiteData([(ONE, np.arange(30), 0)], IMAGE).deterministic
-
-
-def test_features_are_never_augmented() -> None:
     domain = Domain("f", np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32), np.zeros(9, dtype=np.int64))
     data = SiteData([(domain, np.arange(9), 0)], FEATURES, preset("csac"))
     assert data.deterministic
     found = data.batch(torch.tensor([3, 1]), torch.Generator().manual_seed(0))[0]
     assert torch.equal(found, torch.from_numpy(domain.inputs[[3, 1]]))
-
-
-def test_memory_mapped_images(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", ONE.inputs)
-    mapped = Domain("m", np.load(tmp_path / "x.npy", mmap_mode="r"), ONE.labels)
-    rows = torch.tensor([29, 0, 7])
-    for cache_bytes in (0, 1 << 20):
-        found = SiteData([(mapped, np.arange(30), 0)], IMAGE, cache_bytes=cache_bytes).batch(rows)[0]
-        assert torch.equal(found, SiteData([(ONE, np.arange(30), 0)], IMAGE).batch(rows)[0])
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=12), st.data())
@@ -109,12 +103,6 @@ def test_sparse_rows_are_dense_rows(table: list[list[int]], chosen: st.DataObjec
         for cache_bytes in (0, 1 << 20):
             data = SiteData(parts, FEATURES, cache_bytes=cache_bytes)
             assert torch.equal(data.batch(torch.tensor([data.samples - 1]))[0], torch.from_numpy(dense[-1:]))
-
-
-def test_a_site_without_samples_is_refused() -> None:
-    domain = Domain("d", np.zeros((3, 2), dtype=np.float32), np.array([4, 1, 4]))
-    with pytest.raises(UserError, match="no samples in d"):
-        SiteData([(domain, np.array([], dtype=np.int64), 0)], FEATURES)
 
 
 @given(st.integers(1, 200), st.integers(1, 70), st.integers(0, 5))

@@ -56,17 +56,11 @@ def images(seed: int, n: int = 4) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(seed).integers(0, 255, (n, 1, 6, 6), dtype=np.uint8)
 
 
-def test_sites_that_differ_as_samples_do_are_left_alone() -> None:
+def test_samples_and_units_of_sites() -> None:
     assert site_differences(data(a=rows(0), b=rows(1))) == ()
     assert site_differences(data("image", a=images(0), b=images(1))) == ()
-
-
-def test_the_same_file_twice() -> None:
     (said,) = site_differences(data(a=rows(0), b=rows(1), c=rows(0)))
     assert "'a' and 'c'" in said
-
-
-def test_one_image_at_two_sites_but_not_one_row() -> None:
     both = images(1)
     both[2] = images(0)[3]
     (said,) = site_differences(data("image", a=images(0), b=both))
@@ -76,16 +70,10 @@ def test_one_image_at_two_sites_but_not_one_row() -> None:
     assert site_differences(data(a=rows(0), b=shared)) == ()
     shared[:25] = rows(0)[:25]
     assert "share 25 " in site_differences(data(a=rows(0), b=shared))[0]
-
-
-def test_a_column_that_is_mostly_zero_at_a_site_has_no_other_unit() -> None:
     other = rows(1)
     other[:, 1] = 0
     other[:3, 1] = 0.1
     assert site_differences(data(a=rows(0), b=other)) == ()
-
-
-def test_hundreds_of_columns_without_names_are_computed_features() -> None:
     many, other = (np.tile(rows(seed), (1, 40)) for seed in (0, 1))
     assert site_differences(data(a=many[:, :90], b=18 * other[:, :90])) != ()
     assert site_differences(data(a=many, b=18 * other)) == ()

@@ -77,26 +77,17 @@ def test_names_alike_are_refused(tmp_path: Path, build: Any, names: tuple[str, s
     assert all(name in str(caught.value) for name in shown)
 
 
-def test_other_names_are_other_sites(tmp_path: Path) -> None:
+@pytest.mark.case("site names", "1 and '1' in Python")
+@pytest.mark.case("site names", "labels of methods that differ in capitals only")
+@pytest.mark.case("site names", "a part of a cut source that is called as another site is")
+def test_other_names_numbers_methods_and_parts(tmp_path: Path) -> None:
     assert list(arrays(tmp_path, ("a", "b")).domains) == ["a", "b"]
     assert names_alike(["a1", "a2", "à", "a"]) is None
-
-
-@pytest.mark.case("site names", "1 and '1' in Python")
-def test_a_number_and_its_text_are_one_name() -> None:
     with pytest.raises(UserError, match="same name"):
         data_section({1: (X, Y), "1": (X, Y)})
-
-
-@pytest.mark.case("site names", "labels of methods that differ in capitals only")
-def test_methods_of_one_folder_are_refused() -> None:
     methods = ["fedavg", {"name": "fedavg", "label": "FedAvg", "local_epochs": 2}]
     with pytest.raises(UserError, match="'fedavg' and 'FedAvg'"):
         parse_experiment({"data": {"name": "rotated_digits"}, "model": "mnist_cnn", "methods": methods})
-
-
-@pytest.mark.case("site names", "a part of a cut source that is called as another site is")
-def test_a_part_of_a_source_takes_no_other_sites_place(tmp_path: Path) -> None:
     data = arrays(tmp_path, ("a", "b"))
     data.domains["a.1"] = Domain("a.1", X, Y)
     with pytest.raises(UserError, match=r"'a\.1'"):

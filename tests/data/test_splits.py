@@ -49,13 +49,18 @@ def test_a_group_is_on_one_side_in_every_domain(one: list[int], other: list[int]
     assert all(len(found) == 1 for found in sides.values())
 
 
-def test_shuffled_groups_give_their_share() -> None:
-    """Twenty base samples, each shown one to four times: 30 % of them are held out."""
+def test_groups_give_their_exact_share() -> None:
     draws = np.random.default_rng(0)
     groups = draws.permutation(np.repeat(np.arange(20), draws.integers(1, 5, 20)))
     for seed in range(5):
         _, held = stratified_split(groups % 3, 0.3, seed, groups)
         assert len(set(groups[held])) == 6
+    labels, groups = np.repeat(np.arange(10), 100), np.arange(1000)
+    parts = [stratified_split(labels, 0.3, seed, groups)[1] for seed in range(5)]
+    for held in parts:
+        assert np.bincount(labels[held]).tolist() == [30] * 10
+    assert len({tuple(held) for held in parts}) == 5
+    assert not np.array_equal(parts[0][:30], parts[0][30:60] - 100)  # each class has its own draw
 
 
 def test_seeds_hold_out_other_rows_of_a_class() -> None:
@@ -68,36 +73,18 @@ def test_seeds_hold_out_other_rows_of_a_class() -> None:
     assert counts.max() <= 24
 
 
-def test_rotated_counts_are_exact() -> None:
-    labels, groups = np.repeat(np.arange(10), 100), np.arange(1000)
-    parts = [stratified_split(labels, 0.3, seed, groups)[1] for seed in range(5)]
-    for held in parts:
-        assert np.bincount(labels[held]).tolist() == [30] * 10
-    assert len({tuple(held) for held in parts}) == 5
-    assert not np.array_equal(parts[0][:30], parts[0][30:60] - 100)  # each class has its own draw
-
-
 @pytest.mark.parametrize("groups", [None, np.arange(20)])
 def test_fraction_zero_holds_nothing_out(groups: np.ndarray | None) -> None:
     train, held = stratified_split(np.zeros(20, dtype=np.int64), 0.0, 0, groups)
     assert (len(train), len(held)) == (20, 0)
 
 
-def test_a_class_of_one_trains() -> None:
+def test_classes_of_one_and_official_rows() -> None:
     train, held = stratified_split(np.array([0] * 9 + [1]), 0.9, 3)
     assert 9 in train
     assert len(held) == 8
     train, held = random_split(5, 0.95, 0)
     assert (len(train), len(held)) == (1, 4)
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.0, 2.0, float("nan")])
-def test_fraction_out_of_bounds(fraction: float) -> None:
-    with pytest.raises(UserError, match="fraction"):
-        stratified_split(np.zeros(3, dtype=np.int64), fraction, 0)
-
-
-def test_official_rows() -> None:
     inputs, labels = np.zeros((4, 2), dtype=np.float32), np.array([0, 1, 0, 1])
     with pytest.raises(UserError, match="domain 'd' has no official split"):
         part_rows(Domain("d", inputs, labels), 0.5, 0, "official")
@@ -106,6 +93,12 @@ def test_official_rows() -> None:
     assert (train.tolist(), held.tolist()) == ([0, 3], [1])
     train, held = part_rows(domain, 0.5, 0, "random")
     assert (len(train), len(held)) == (2, 2)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, 2.0, float("nan")])
+def test_fraction_out_of_bounds(fraction: float) -> None:
+    with pytest.raises(UserError, match="fraction"):
+        stratified_split(np.zeros(3, dtype=np.int64), fraction, 0)
 
 
 def test_sites_differ_as_a_dirichlet_distribution_of_all_classes() -> None:

@@ -85,7 +85,7 @@ def one_file(north: str, south: str) -> str:
     return "\n".join([f"{north.split()[0]},clinic", *lines]) + "\n"
 
 
-def test_one_file_with_a_column_of_sites_is_the_same_table(tmp_path: Path) -> None:
+def test_one_file_and_parquet_are_the_same_table(tmp_path: Path) -> None:
     plain = table(tmp_path).build()
     (tmp_path / "all.csv").write_text(one_file(NORTH, SOUTH))
     whole = table(tmp_path, sites=None, file=tmp_path / "all.csv", site_column="clinic")
@@ -93,9 +93,6 @@ def test_one_file_with_a_column_of_sites_is_the_same_table(tmp_path: Path) -> No
     # An unseen site gives nothing to the encoding, as with a file for each.
     assert same(whole.without("south").build(), table(tmp_path).without("south").build())
     assert not same(whole.without("south").build(), plain)
-
-
-def test_parquet_is_the_same_table(tmp_path: Path) -> None:
     plain = table(tmp_path).build()
     for name, columns in (
         ("north", {"age": [40.0, 50.0, None], "sex": ["f", "m", "f"], "num": [0, 2, 1]}),
@@ -113,7 +110,7 @@ def test_parquet_is_the_same_table(tmp_path: Path) -> None:
         table(tmp_path, sites=sites).build()
 
 
-def test_missing_cells_are_read_as_the_user_chose(tmp_path: Path) -> None:
+def test_missing_cells_and_names_of_rows(tmp_path: Path) -> None:
     # age, age is missing, sex f, m. With 0 as a code, the ages are 40, 50 and 60.
     std = float(np.std([40, 50, 60]))
     coded = table(tmp_path, missing_values={"age": 0}).build()
@@ -128,9 +125,6 @@ def test_missing_cells_are_read_as_the_user_chose(tmp_path: Path) -> None:
     kept = table(tmp_path, impute="drop", id="who").build()
     assert kept.domains["north"].ids == ("p1", "p2")
     assert kept.domains["south"].labels.tolist() == [1]
-
-
-def test_rows_keep_their_names(tmp_path: Path) -> None:
     data = table(tmp_path, id="who").build()
     assert [domain.ids for domain in data.domains.values()] == [("p1", "p2", "p3"), ("p4", "p5")]
     assert encode_rows(data.preprocessing, tmp_path / "south.csv")[0] == ["p4", "p5"]

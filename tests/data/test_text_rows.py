@@ -14,7 +14,7 @@ from fedshift.data.table_files import SiteFormat, TableFormat
 from fedshift.data.text_columns import TextEncoding
 
 
-def test_rows_are_named_and_read_as_written(tmp_path: Path) -> None:
+def test_rows_are_named_and_read_as_those_that_trained(tmp_path: Path) -> None:
     tokenizers: Any = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "good": 1, "bad": 2}, "?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -34,9 +34,6 @@ def test_rows_are_named_and_read_as_written(tmp_path: Path) -> None:
         names, tokens = rows_to_predict(preprocessing, table)
         assert names == ["x1", "x2"]
         assert np.array_equal(tokens, [[1, -1, -1], [1, 2, -1]])
-
-
-def test_a_file_to_predict_is_written_as_those_that_trained(tmp_path: Path) -> None:
     encoding = TextEncoding(column="note", length=4, tokenizer="")
     path = tmp_path / "new.csv"
     path.write_text('7,"hello, you"\n8,bye\n')

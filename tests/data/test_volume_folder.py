@@ -68,6 +68,7 @@ def of_monai(place: Path, reader: str) -> tuple[npt.NDArray[Any], list[float]]:
     return image[0].numpy().transpose(2, 1, 0), [float(side) for side in image.pixdim.flip(0)]
 
 
+@pytest.mark.slow  # the import of MONAI takes seconds
 @pytest.mark.parametrize("plane", PLANES)
 def test_a_series_is_the_volume_of_monai(plane: str, tmp_path: Path) -> None:
     """Stored shuffled, in any plane; values are rescaled."""
@@ -91,6 +92,7 @@ def test_the_axes_are_head_back_and_left(tmp_path: Path) -> None:
     assert np.array_equal(read(tmp_path / "a.nii.gz").values, found.values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 @pytest.mark.parametrize("signs", [(1, 1, 1), (-1, 1, -1)])
 def test_nifti_is_the_volume_of_monai(axes: tuple[int, ...], signs: tuple[int, ...], tmp_path: Path) -> None:
@@ -112,6 +114,7 @@ def test_nifti_is_the_volume_of_monai(axes: tuple[int, ...], signs: tuple[int, .
 REAL = Path(pydicom.__file__).parent / "data" / "test_files" / "dicomdirtests"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason="pydicom comes without these files")
 def test_files_of_real_scanners() -> None:
     """pydicom's own: a CT that is whole, as MONAI reads it; one that misses slices, and one with its localizer."""

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from adapting import adapting, data_of, domain, model_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from small import features, save, sites
 
 import fedshift
 from fedshift.data.domain import Domain
-from fedshift.data.site_data import batches_per_epoch
 from fedshift.errors import FedshiftError, UserError
-from fedshift.experiment.budgets import budgets, rounds_needed, site_budget
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import site_plans
 from fedshift.experiment.protocols.adapt_to_one import AdaptToOne
-from fedshift.experiment.protocols.base import Split
 from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method
-from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.kd3a import KD3A
 from fedshift.methods.federated.oracle import Oracle
@@ -60,9 +53,6 @@ def test_the_target_gives_its_training_part_and_is_measured_on_the_rest() -> Non
     unseen = LeaveOneOut(test_fraction=0.2).split_of(data, "b", 0)
     assert not unseen.unlabelled
     assert len(unseen.measured["b"]) == 60
-
-
-def test_official_parts() -> None:
     train, test = np.array([5, 1, 0]), np.array([4, 3])
     known = domain("a", 6, train_rows=train, test_rows=test)
     data = data_of(a=known, b=domain("b", 9))
@@ -198,49 +188,6 @@ def test_a_target_that_takes_part_shares_in_the_encoding(tmp_path: Path) -> None
 
 
 # Work -----------------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60)
-@given(
-    sizes=st.dictionaries(st.sampled_from("abcd"), st.integers(1, 90), min_size=1),
-    target=st.integers(1, 90),
-    exchanges=st.sampled_from([0.2, 0.5, 1.0, 2.0, 10.0]),
-    rounds=st.integers(1, 9),
-    batch_size=st.integers(1, 30),
-    fixed=st.none() | st.integers(1, 60),
-)
-def test_equal_work(
-    sizes: Mapping[str, int], target: int, exchanges: float, rounds: int, batch_size: int, fixed: int | None
-) -> None:
-    """The target's mini-batches count; and no site of a method is done before the others are."""
-    split = Split({name: np.arange(size) for name, size in sizes.items()}, {}, {}, {"t": np.arange(target)})
-    kd3a = KD3A(aggregations_per_epoch=exchanges)
-    methods: list[Method] = [FedAvg(local_epochs=2), kd3a, SourceOnly(), Oracle(), CSAC(acquisition_epochs=2)]
-    training = Training(rounds=rounds, batch_size=batch_size, mini_batches=fixed)
-    every = {name: batches_per_epoch(size, batch_size) for name, size in {**sizes, "t": target}.items()}
-    needs = [
-        sum(method.mini_batches(every[name], rounds) for name in sizes) + method.target_mini_batches(every["t"], rounds)
-        for method in methods
-    ]
-    total = fixed * len(sizes) if fixed else max(needs)
-    data = data_of(**{name: domain(name, size) for name, size in {**sizes, "t": target}.items()})
-    for method in methods:
-        budget = budgets(method, methods, training, split)
-        assert total <= sum(budget.values()) < total + len(every)
-        allowed = site_budget(budget, site_plans(method, data, split))
-        assert sum(allowed.values()) == sum(budget.values())
-        needed = rounds_needed(method, training, split, budget)
-        if method.traits.pooled or method.traits.target == "labelled":
-            assert len(allowed) == 1
-            assert needed <= rounds
-            continue
-        assert (budget.get("t", 0) > 0) == method.traits.needs_target
-        assert set(allowed) == set(every)
-        for name in every if method.traits.needs_target else sizes:
-            trained = method.target_mini_batches if name == "t" else method.mini_batches
-            assert trained(every[name], max(needed, 1)) >= budget[name]
-            if needed > 1:  # in the last round every site still has something to do
-                assert trained(every[name], needed - 1) < budget[name]
 
 
 def test_mini_batches_of_a_run(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_only_adapters_and_head_train_and_merging_changes_no_score(
     assert not torch.allclose(before, after, atol=1e-3)
 
 
-def test_normalisation_trains_where_that_is_asked() -> None:
+def test_where_adapters_are() -> None:
     norms = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
     adapted = built(Volumes, (2, 4, 4, 4), normalisation=True)
     assert {f"features.early.1.{name}" for name in norms} <= set(adapted.state_dict())
@@ -129,6 +129,13 @@ def test_normalisation_trains_where_that_is_asked() -> None:
     adapted.train()(torch.rand(3, 2, 4, 4, 4)).sum().backward()
     assert not torch.equal(norm.get_buffer("running_mean"), torch.zeros(4))
     assert norm.get_parameter("weight").grad is not None
+    adapted = built(Volumes, (2, 4, 4, 4), targets=["early.0"])
+    assert {name.split(".lora_")[0] for name in adapted.state_dict() if "lora_" in name} == {"features.early.0"}
+    adapted = built(Attentive, (6,))
+    assert not any("out_proj" in name for name in adapted.state_dict())
+    with pytest.raises(UserError, match="without calling"):
+        check_adapters(adapted, (6,))
+    check_adapters(built({"name": "mnist_cnn"}, (1, 12, 12)), (1, 12, 12))
 
 
 @pytest.mark.parametrize(
@@ -143,19 +150,6 @@ def test_normalisation_trains_where_that_is_asked() -> None:
 def test_what_cannot_have_adapters_is_refused(model: Any, shape: tuple[int, ...], options: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         built(model, shape, **options)
-
-
-def test_targets_are_ends_of_paths() -> None:
-    adapted = built(Volumes, (2, 4, 4, 4), targets=["early.0"])
-    assert {name.split(".lora_")[0] for name in adapted.state_dict() if "lora_" in name} == {"features.early.0"}
-
-
-def test_an_adapter_without_effect_is_noticed() -> None:
-    adapted = built(Attentive, (6,))
-    assert not any("out_proj" in name for name in adapted.state_dict())
-    with pytest.raises(UserError, match="without calling"):
-        check_adapters(adapted, (6,))
-    check_adapters(built({"name": "mnist_cnn"}, (1, 12, 12)), (1, 12, 12))
 
 
 def cnn(folder: Path, method: Any = "fedavg", **training: Any) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_run_and_table(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path
     assert "kd3a" in cli("table", runs).out
 
 
-def test_what_a_run_writes_down(finished: tuple[Path, dict[str, Any]]) -> None:
+def test_what_a_run_writes_down_and_predicts(finished: tuple[Path, dict[str, Any]], cli: Cli, tmp_path: Path) -> None:
     runs, _ = finished
     part = runs / "small" / "kd3a" / "b" / "seed-1"
     result = json.loads((part / "result.json").read_text())
@@ -87,10 +87,7 @@ def test_what_a_run_writes_down(finished: tuple[Path, dict[str, Any]]) -> None:
         assert 0 <= record["extra"]["confident"] <= 1
         assert set(record["target_accuracy"]) == {"b"}
         assert set(record["source_accuracy"]) == {"a", "c"}
-
-
-def test_a_model_file_predicts(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """On what was measured of the target the predictions have the accuracy that the run reports."""
+    # On what was measured of the target the predictions have the accuracy that the run reports.
     runs, options = finished
     arrays = np.load(options["data"]["sites"]["b"])
     split = parse(options).protocol.split_of(parse(options).data.build(), "b", 0)

@@ -62,7 +62,7 @@ def test_whole_numbers_and_choices_are_all_drawn_alike() -> None:
     assert stats.kstest([math.log2(value) for value in powers], stats.uniform(3, 6).cdf).pvalue > 0.01
 
 
-def test_a_draw_does_not_depend_on_what_else_is_searched(tmp_path: Path) -> None:
+def test_draws_depend_on_nothing_else_and_never_read_the_target(tmp_path: Path) -> None:
     whole = {(one.of, one.number): one for one in drawn_methods(parsed(tmp_path))}
     assert [dict(whole["fedprox", 0].values), whole["fedprox", 0].method.training] == [{}, None]
     assert set(whole["fedavg", 1].values) == {"training.lr", "training.batch_size"}
@@ -74,9 +74,6 @@ def test_a_draw_does_not_depend_on_what_else_is_searched(tmp_path: Path) -> None
     other = drawn_methods(parsed(tmp_path, seed=1, defaults_first=False))
     assert all(one.values["training.lr"] != whole[one.of, 1].values["training.lr"] for one in other)
     assert all(one.values for one in other)
-
-
-def test_runs_that_leave_a_source_out_never_read_the_target(tmp_path: Path) -> None:
     whole = parsed(tmp_path)
     part = without_target(whole, drawn_methods(whole), (), "a")
     plan = Plan(part, part.protocol.taking_part(build_data(part)))
@@ -177,13 +174,10 @@ def test_rules_need_what_they_choose_by(tmp_path: Path, cli: Cli) -> None:
     assert "needs at least 3 domains" in cli("search", write(tmp_path / "f.yaml", whole)).error()
 
 
-def test_a_method_of_python_is_drawn_too(tmp_path: Path) -> None:
+def test_methods_of_python_and_the_page(tmp_path: Path) -> None:
     whole = given(tmp_path) | {"methods": [FedAvg(label="mine")]}
     whole["search"]["spaces"] = {"mine.steps_per_round": {"integer": [2, 5]}}
     assert {one.method.steps_per_round for one in drawn_methods(parse(whole))} <= {None, 2, 3, 4, 5}  # type: ignore[attr-defined]
-
-
-def test_the_page_has_the_settings_that_most_seeds_chose(tmp_path: Path) -> None:
     whole = parsed(tmp_path)
     draws = {one.number: one for one in drawn_methods(whole) if one.of == "fedavg"}
     chosen = [

@@ -100,7 +100,7 @@ def values_of(trials: Trials) -> list[Any]:
     return [(drawn.of, drawn.number, dict(drawn.values)) for drawn in trials.draws]
 
 
-def test_the_labels_of_the_target_change_no_draw(tmp_path: Path) -> None:
+def test_draws_depend_on_no_label_of_the_target_and_no_later_one(tmp_path: Path) -> None:
     whole = parse(given(tmp_path, draws=14, rules=["training_domains", "oracle"]))
     seen: list[str] = []
     drawn = values_of(drawn_in_turn(whole, (), "a", trained(10.0, seen)))
@@ -117,9 +117,6 @@ def test_the_labels_of_the_target_change_no_draw(tmp_path: Path) -> None:
         ("training.lr", "proximal_weight")
     }
     assert drawn != values_of(drawn_in_turn(whole, (), "b", trained(10.0, seen)))
-
-
-def test_draws_so_far_do_not_depend_on_how_many_follow(tmp_path: Path) -> None:
     few, many = (parse(given(tmp_path, draws=draws, rules=["leave_one_domain_out"])) for draws in (3, 5))
     seen: list[str] = []
     more = values_of(drawn_in_turn(many, (), "a", trained(0.0, seen)))

@@ -271,14 +271,11 @@ def test_features_of_another_backbone(tmp_path: Path, weights: dict[str, Path]) 
         build_data(parse(experiment(where, weights["one"])))
 
 
-def test_data_that_are_no_images(tmp_path: Path, weights: dict[str, Path]) -> None:
+def test_data_that_a_frozen_backbone_does_not_read(tmp_path: Path, weights: dict[str, Path]) -> None:
     np.savez(tmp_path / "a.npz", x=np.zeros((9, 4), np.float32), y=np.arange(9) % 3)
     where = {"a": str(tmp_path / "a.npz"), "b": str(tmp_path / "a.npz")}
     with pytest.raises(UserError, match="mobilenet_v2 reads images, but arrays gives features of 4 numbers"):
         fedshift.check(experiment(where, weights["one"]))
-
-
-def test_features_have_no_scale_of_their_site(tmp_path: Path, weights: dict[str, Path]) -> None:
     where = pictures(tmp_path / "data")
     data = {"name": "arrays", "sites": where, "standardise": "per_site"}
     with pytest.raises(UserError, match="model frozen reads images in the scale of its backbone"):

@@ -155,8 +155,7 @@ def test_a_list_that_does_not_fit_is_refused(
         label(run, new, **{**LABEL, "labels": out}, out=out)
 
 
-def test_the_list_says_nothing_of_what_the_model_thinks(run: Path, new: Path, tmp_path: Path) -> None:
-    """Of a stratified draw every line says the same, but for the sample; read again, it is the draw that was made."""
+def test_lists_say_nothing_of_what_the_model_thinks(run: Path, new: Path, tmp_path: Path) -> None:
     trained = load_model(run)
     drawn = samples_to_label(trained, new, 60, strata=True)
     assert drawn.drawn.stratified
@@ -167,9 +166,6 @@ def test_the_list_says_nothing_of_what_the_model_thinks(run: Path, new: Path, tm
     again, _ = list_to_label(trained, new, tmp_path / "list.csv")
     assert np.array_equal(again.drawn.strata, drawn.drawn.strata)
     assert (again.rows, again.drawn.sizes) == (drawn.rows, drawn.drawn.sizes)
-
-
-def test_labels_from_python(run: Path) -> None:
     truth = patients(50)
     found = fedshift.Model.load(run).to_label(truth[["name", "age", "pressure"]], number=30)
     told = found.measure({row: truth["outcome"][row] for row in found.rows[:25]})

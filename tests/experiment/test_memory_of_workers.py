@@ -50,14 +50,13 @@ def test_a_worker_says_so_in_one_line(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.case("out of memory", "while a site's file is read, at check")
-def test_reading_data_says_so_in_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_data_says_so_in_one_line_and_bugs_keep_their_traceback(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def greedy(self: Arrays) -> None:
         np.ones(10**15)
 
     monkeypatch.setattr(Arrays, "build", greedy)
     assert "out of memory" in cli("check", write(tmp_path / "e.yaml", experiment(sites(tmp_path)))).error()
-
-
-def test_a_bug_in_a_worker_keeps_its_traceback() -> None:
     assert _failure(MemoryError()) == Failed(error="UserError", message=OUT_OF_MEMORY)
     assert "ZeroDivisionError" in _failure(ZeroDivisionError()).message

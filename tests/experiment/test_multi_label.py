@@ -79,22 +79,25 @@ def test_predictions_are_of_each_label(results: fedshift.Results, tmp_path: Path
     assert "Per label" in html
 
 
-def test_the_loss_and_networks_together() -> None:
+def test_losses_measures_and_baselines_by_hand() -> None:
     objective = MultiLabel()
     outputs = torch.tensor([[0.0, 2.0]])
     expected = (np.log(2) + np.log1p(np.exp(2))) / 2
     assert float(objective.loss(outputs, torch.tensor([[1.0, 0.0]]))) == pytest.approx(expected)
     both = objective.together(torch.tensor([[[0.0]], [[2.0]]]))
     assert both.sigmoid().item() == pytest.approx((0.5 + 1 / (1 + np.exp(-2))) / 2)
-
-
-def test_labels_of_few_samples_are_kept_back() -> None:
     labels = np.zeros((20, 2), dtype=np.float32)
     labels[:10, 0] = labels[:3, 1] = 1
     found = label_metrics("a", "target", Scored(labels, labels, labels), smallest_group=5)
     assert found.support == [10, None]
     assert set(found.values) == {"label_accuracy"}
     assert found.baseline is None
+    draws = np.random.default_rng(0)
+    labels = (draws.random((40, 3)) < (0.9, 0.4, 0.2)).astype(np.float32)
+    frequent = DummyClassifier(strategy="most_frequent").fit(np.zeros((40, 1)), labels).predict(np.zeros((40, 1)))
+    found = label_metrics("a", "target", Scored(labels, labels, labels))
+    assert found.baseline == pytest.approx(100 * float((frequent == labels).mean()))
+    assert found.baseline > 60
 
 
 def test_columns_of_zeros_and_ones(tmp_path: Path) -> None:
@@ -106,12 +109,3 @@ def test_columns_of_zeros_and_ones(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,p,q\n1,0,1\n2,1,2\n")
     with pytest.raises(UserError, match=r"line 3, column 'q'"):
         parse(data).build()
-
-
-def test_the_baseline_is_scikit_learn_s_most_frequent_answer_to_each_label() -> None:
-    draws = np.random.default_rng(0)
-    labels = (draws.random((40, 3)) < (0.9, 0.4, 0.2)).astype(np.float32)
-    frequent = DummyClassifier(strategy="most_frequent").fit(np.zeros((40, 1)), labels).predict(np.zeros((40, 1)))
-    found = label_metrics("a", "target", Scored(labels, labels, labels))
-    assert found.baseline == pytest.approx(100 * float((frequent == labels).mean()))
-    assert found.baseline > 60

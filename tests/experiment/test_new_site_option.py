@@ -19,6 +19,8 @@ from fedshift.experiment.predict import load_model
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.report.conditions import conditions
 
+UNSEEN = {"protocol": {"targets": ["z"], "seeds": [0]}, "training": {"rounds": 4, "batch_size": 8, "lr": 0.1}}
+
 
 def options(where: dict[str, str], **changes: Any) -> dict[str, Any]:
     methods = [{"name": "fedavg"}, {"name": "fedavg", "batch_norm_at_new_site": 1}]
@@ -28,8 +30,7 @@ def options(where: dict[str, str], **changes: Any) -> dict[str, Any]:
 def test_the_same_model_answers_better_at_a_shifted_site(tmp_path: Path) -> None:
     far = features(4, 60, 4.0)
     where = save(tmp_path, a=features(1, 60), b=features(2, 60), z=far)
-    changes = {"protocol": {"targets": ["z"], "seeds": [0]}, "training": {"rounds": 4, "batch_size": 8, "lr": 0.1}}
-    found = fedshift.run(options(where, **changes), tmp_path / "runs")
+    found = fedshift.run(options(where, **UNSEEN), tmp_path / "runs")
     plain, adapted = found.runs
     assert (plain.method, adapted.method) == ("fedavg", "fedavg+newsite")
     models = [load_model(found.folder / run.method / "z" / "seed-0") for run in found.runs]
@@ -50,8 +51,7 @@ def test_the_recipe_turns_the_classifier_for_vectors(tmp_path: Path) -> None:
     where = save(tmp_path, a=features(1, 60), b=features(2, 60), z=far)
     names = {"kept": {"templates": None}, "turned": {}, "by-option": {"templates": None, "classifier_at_new_site": 16}}
     methods = [{"name": "recipe", "label": label, **one} for label, one in names.items()]
-    changes = {"protocol": {"targets": ["z"], "seeds": [0]}, "training": {"rounds": 4, "batch_size": 8, "lr": 0.1}}
-    found = fedshift.run(options(where, **changes) | {"methods": methods}, tmp_path / "runs")
+    found = fedshift.run(options(where, **UNSEEN) | {"methods": methods}, tmp_path / "runs")
     models = {run.method: load_model(found.folder / run.method / "z" / "seed-0") for run in found.runs}
     inputs = np.asarray(far["x"], dtype=np.float32)
     kept, turned, by_option = (models[name].scores(inputs) for name in names)
@@ -69,8 +69,7 @@ def test_pooled_training_turns_its_classifier_as_the_recipe_does(tmp_path: Path)
     where = save(tmp_path, a=features(1, 60), b=features(2, 60), z=far)
     names = {"kept": {}, "turned": {"classifier_at_new_site": 16}}
     methods = [{"name": "deepall", "label": label, "local": ["dropout"], **one} for label, one in names.items()]
-    changes = {"protocol": {"targets": ["z"], "seeds": [0]}, "training": {"rounds": 4, "batch_size": 8, "lr": 0.1}}
-    found = fedshift.run(options(where, **changes) | {"methods": methods}, tmp_path / "runs")
+    found = fedshift.run(options(where, **UNSEEN) | {"methods": methods}, tmp_path / "runs")
     kept, turned = (load_model(found.folder / name / "z" / "seed-0") for name in names)
     inputs = np.asarray(far["x"], dtype=np.float32)
     np.testing.assert_array_equal(turned.scores(inputs, adapted=False), kept.scores(inputs))
@@ -89,18 +88,14 @@ def test_pooled_training_turns_its_classifier_as_the_recipe_does(tmp_path: Path)
     [
         ({"model": {"name": "linear"}}, "no BatchNorm"),
         ({"protocol": {"kind": "adapt_to_one"}}, "has no unseen site"),
+        (
+            {"protocol": {"kind": "adapt_to_one"}, "methods": [{"name": "fedavg", "classifier_at_new_site": 16}]},
+            r"classifier_at_new_site: .*has no unseen site",
+        ),
     ],
 )
 def test_where_no_new_site_could_use_it(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     whole = {**options(save(tmp_path, a=features(1), b=features(2), z=features(3))), **changes}
     parsed = parse(whole)
     with pytest.raises(UserError, match=words):
-        check_fit(Plan(parsed, parsed.data.build()))
-
-
-def test_where_no_classifier_can_turn(tmp_path: Path) -> None:
-    where = save(tmp_path, a=features(1), b=features(2), z=features(3))
-    methods = [{"name": "fedavg", "classifier_at_new_site": 16}]
-    parsed = parse(options(where, protocol={"kind": "adapt_to_one"}) | {"methods": methods})
-    with pytest.raises(UserError, match=r"classifier_at_new_site: .*has no unseen site"):
         check_fit(Plan(parsed, parsed.data.build()))

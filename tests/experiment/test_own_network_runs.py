@@ -74,11 +74,14 @@ def test_a_network_that_ends_python_or_returns_too_few_rows(text: str, words: st
         fedshift.run(options, tmp_path / "runs")
 
 
-def test_a_network_of_ours_needs_no_code(tmp_path: Path) -> None:
+def test_networks_of_ours_and_what_check_says(tmp_path: Path) -> None:
     fedshift.run(experiment(sites(tmp_path / "data")), tmp_path / "runs")
     run = next((tmp_path / "runs").glob("**/seed-0"))
     with pytest.raises(UserError, match="leave out --network"):
         load_model(run, own_network="nowhere.py:Net")
+    found = fedshift.check(own(tmp_path, sites(tmp_path / "data")))
+    assert found.model == "own.py:Net"
+    assert any("classifier: 5" in sentence for sentence in found.model_notes)
 
 
 @pytest.mark.parametrize("method", ["csac", "kd3a"])
@@ -117,12 +120,6 @@ def test_results_have_the_model_of_an_own_network(tmp_path: Path) -> None:
     there = load_model(run, own_network=f"{tmp_path}/own.py:Net")
     x = features(4)["x"]
     assert np.array_equal(results.model().predict_proba(x), there.scores(x))
-
-
-def test_check_says_what_it_found(tmp_path: Path) -> None:
-    found = fedshift.check(own(tmp_path, sites(tmp_path / "data")))
-    assert found.model == "own.py:Net"
-    assert any("classifier: 5" in sentence for sentence in found.model_notes)
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def names(folder: Path) -> set[str]:
 PACKED = {"runs.parquet", "rounds.parquet", "SHA256SUMS"}
 
 
-def test_packed_and_unpacked_read_alike(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+def test_packed_and_unpacked_read_alike_there_and_back(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     _, folder = ran
     assert names(folder) == PACKED
     exact = [(run.accuracy(), run.source_accuracy(), run.seconds) for run in collect(tmp_path / "whole").results]
@@ -86,9 +86,6 @@ def test_packed_and_unpacked_read_alike(ran: tuple[dict[str, Any], Path], tmp_pa
             # A page lists data and options in the order of their names in the files, which packing does not keep.
             assert sorted(page(whole_report(here)).splitlines()) == sorted(page(whole_report(there)).splitlines())
     assert collect(tmp_path / "runs").results == collect(whole).results
-
-
-def test_there_and_back(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     _, folder = ran
     assert packing.unpack(folder).moved == 4
     whole = with_the_digits_that_are_kept(tmp_path / "whole" / "small")
@@ -145,7 +142,7 @@ def test_a_packed_run_of_other_settings_is_refused_as_an_unpacked_one(
     assert "runs.parquet of the run fedavg/a/seed-0" in told[0]
 
 
-def test_unfinished_runs_are_left(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+def test_unfinished_and_misplaced_runs_are_left(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     _, folder = ran
     begun = folder / "fedavg" / "c" / "seed-0"
     begun.mkdir(parents=True)
@@ -154,6 +151,12 @@ def test_unfinished_runs_are_left(ran: tuple[dict[str, Any], Path], tmp_path: Pa
     assert packing.pack(folder) == packing.Change(folder, 0, 1)
     assert collect(folder).unfinished == 1
     assert (folder / "runs.parquet").read_bytes() == before
+    folder = tmp_path / "whole" / "small"
+    (folder / "fedavg" / "a").rename(folder / "fedavg" / "z")
+    before = names(folder)
+    with pytest.raises(UserError, match="z/seed-0 holds the run fedavg/a/seed-0: move it to"):
+        packing.pack(folder)
+    assert names(folder) == before
 
 
 def test_the_same_run_twice(ran: tuple[dict[str, Any], Path], tmp_path: Path, cli: Cli) -> None:
@@ -200,12 +203,3 @@ def test_pack_what_is_no_experiment(tmp_path: Path, cli: Cli, ran: tuple[dict[st
     (ran[1] / "csac" / "a" / "seed-0" / SUMS).unlink()
     (ran[1] / "csac" / "a" / "seed-0" / "rounds.jsonl").write_text('{"round": 1}\n{"round"\n')
     assert "rounds.jsonl line 2 is corrupt" in cli("pack", ran[1]).error()
-
-
-def test_a_run_in_the_folder_of_another_is_not_packed(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    folder = tmp_path / "whole" / "small"
-    (folder / "fedavg" / "a").rename(folder / "fedavg" / "z")
-    before = names(folder)
-    with pytest.raises(UserError, match="z/seed-0 holds the run fedavg/a/seed-0: move it to"):
-        packing.pack(folder)
-    assert names(folder) == before

@@ -153,11 +153,13 @@ def test_a_site_of_test_rows_measures_and_does_not_train(tmp_path: Path) -> None
         fedshift.check(experiment(where, name="out"))
 
 
-def test_sites_can_be_cut_and_left_out(tmp_path: Path) -> None:
+def test_sites_can_be_cut_and_targets_are_none(tmp_path: Path) -> None:
     protocol = {**EVERY, "seeds": [0], "common_tests": ["t"], "drop": ["c"], "sites_each": 2}
     run = fedshift.run(experiment(four(tmp_path), protocol=protocol), tmp_path / "runs").runs[0]
     assert list(run.data["training_samples"]) == ["a.1", "a.2", "b.1", "b.2"]
     assert [site.site for site in run.sites if site.part == "common"] == ["t"]
+    with pytest.raises(UserError, match="needs a target"):
+        fedshift.check(experiment(four(tmp_path), protocol=EVERY, methods=["oracle"]))
 
 
 @pytest.mark.case("fedshift check", "bytes of many sites from those of a few")
@@ -199,8 +201,3 @@ def test_a_mistake_is_one_line(tmp_path: Path, protocol: dict[str, Any], match: 
     with pytest.raises(UserError, match=match) as caught:
         fedshift.check(experiment(four(tmp_path), protocol={**EVERY, **protocol}))
     assert "\n" not in str(caught.value)
-
-
-def test_a_method_that_needs_a_target_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="needs a target"):
-        fedshift.check(experiment(four(tmp_path), protocol=EVERY, methods=["oracle"]))

@@ -38,39 +38,17 @@ def rows_of(parts: Any) -> dict[str, list[int]]:
     return {domain.name: rows.tolist() for domain, rows, _ in parts}
 
 
-def test_a_pool_holds_the_targets_samples_for_who_adapts_to_them() -> None:
-    """DeepAll pools sources; MDAN the target's unlabelled part as well."""
+def test_who_is_handed_what() -> None:
+    # DeepAll pools sources; MDAN the target's unlabelled part as well.
     (plain,), (adapting,) = (site_plans(named(name), data(), SPLIT) for name in ("deepall", "mdan"))
     assert rows_of(plain.parts) == rows_of(adapting.parts) == {"b": [0, 2], "a": [0, 1, 2, 3, 4, 5]}
     assert rows_of(plain.unlabelled) == {}
     assert rows_of(adapting.unlabelled) == {"t": [4, 5, 6]}
     assert plain.held_out == adapting.held_out == ()
-
-
-def test_bytes_that_a_pool_moves() -> None:
-    """Training rows of 5 numbers of 4 bytes; nothing where nothing is pooled."""
-    assert pooled_bytes(named("deepall"), data(), SPLIT) == {"a": 120, "b": 40}
-    assert pooled_bytes(named("mdan"), data(), SPLIT) == {"a": 120, "b": 40, "t": 60}
-    assert pooled_bytes(named("kd3a"), data(), SPLIT) == {}
-
-
-def test_masks_of_sources_move_with_their_images() -> None:
-    """An image has 4 · 4 numbers of 4 bytes, its 2 masks have 4 · 4 of one byte; the target's masks stay."""
-    images, masks = np.zeros((9, 1, 4, 4), np.float32), np.zeros((9, 2, 4, 4), np.uint8)
-    found = {name: Domain(name, images, np.zeros(9, np.int64), masks=masks) for name in ("a", "b", "t")}
-    whole = DataSet("x", found, ("cup", "disc"), Preprocessing(kind="features"), Manifest(*[""] * 5))
-    assert pooled_bytes(named("deepall"), whole, SPLIT) == {"a": 6 * (64 + 32), "b": 2 * (64 + 32)}
-    assert pooled_bytes(named("mdan"), whole, SPLIT)["t"] == 3 * 64
-
-
-def test_numbers_of_domains_are_their_places() -> None:
     plans = site_plans(named("kd3a"), data(), SPLIT)
     assert [(plan.name, plan.role, plan.parts[0][2]) for plan in plans] == [
         ("b", "source", 0), ("a", "source", 1), ("t", "target", 2),
     ]  # fmt: skip
-
-
-def test_the_target_is_not_among_the_sites() -> None:
     split = LeaveOneOut().split_of(data(), "a", 0)
     plans = site_plans(named("fedavg"), data(), split)
     assert [plan.name for plan in plans] == ["b", "t"]
@@ -78,6 +56,23 @@ def test_the_target_is_not_among_the_sites() -> None:
     (pool,) = site_plans(named("deepall"), data(), split)
     assert pool.name == POOL
     assert [part[0].name for part in pool.parts] == ["b", "t"]
+    (pool,) = site_plans(named("deepall"), data(), SPLIT)
+    assert site_budget({"a": 12, "b": 5}, [pool]) == {"pool": 17}
+    two = site_plans(named("fedavg"), data(), Split(SPLIT.train, {}, SPLIT.measured))
+    assert site_budget({"a": 12, "b": 5}, two) == {"a": 12, "b": 5}
+
+
+def test_bytes_that_a_pool_moves() -> None:
+    # Training rows of 5 numbers of 4 bytes; nothing where nothing is pooled.
+    assert pooled_bytes(named("deepall"), data(), SPLIT) == {"a": 120, "b": 40}
+    assert pooled_bytes(named("mdan"), data(), SPLIT) == {"a": 120, "b": 40, "t": 60}
+    assert pooled_bytes(named("kd3a"), data(), SPLIT) == {}
+    # An image has 4 · 4 numbers of 4 bytes, its 2 masks have 4 · 4 of one byte; the target's masks stay.
+    images, masks = np.zeros((9, 1, 4, 4), np.float32), np.zeros((9, 2, 4, 4), np.uint8)
+    found = {name: Domain(name, images, np.zeros(9, np.int64), masks=masks) for name in ("a", "b", "t")}
+    whole = DataSet("x", found, ("cup", "disc"), Preprocessing(kind="features"), Manifest(*[""] * 5))
+    assert pooled_bytes(named("deepall"), whole, SPLIT) == {"a": 6 * (64 + 32), "b": 2 * (64 + 32)}
+    assert pooled_bytes(named("mdan"), whole, SPLIT)["t"] == 3 * 64
 
 
 def test_runs_come_seed_by_seed(tmp_path: Path) -> None:
@@ -92,13 +87,6 @@ def test_runs_come_seed_by_seed(tmp_path: Path) -> None:
     assert order == [
         (seed, target, method) for seed in (4, 1) for target in ("c", "a") for method in ("deepall", "fedavg")
     ]
-
-
-def test_one_site_in_place_of_all_has_the_work_of_all() -> None:
-    (pool,) = site_plans(named("deepall"), data(), SPLIT)
-    assert site_budget({"a": 12, "b": 5}, [pool]) == {"pool": 17}
-    two = site_plans(named("fedavg"), data(), Split(SPLIT.train, {}, SPLIT.measured))
-    assert site_budget({"a": 12, "b": 5}, two) == {"a": 12, "b": 5}
 
 
 def test_a_split_is_computed_once_for_all_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,12 +46,18 @@ def test_what_cannot_be_private_is_refused_in_one_line(
     assert words in error
 
 
-def test_check_says_what_each_site_pays(tmp_path: Path, cli: Cli) -> None:
+def test_check_says_what_each_site_pays_and_of_large_groups(tmp_path: Path, cli: Cli) -> None:
     options = private(tmp_path) | {"protocol": {"targets": ["a"], "seeds": [0, 1], "test_fraction": 0.3}}
     said = cli("check", write(tmp_path / "e.yaml", options))
     (found,) = [line.split() for line in said.out.splitlines() if line.startswith("b ")][-1:]
     of_one, of_both = map(float, found[1:])
     assert 0 < of_one < of_both < 2 * of_one
+    options = private(tmp_path) | {"data": {"name": "arrays", "sites": grouped(tmp_path)}}
+    options["protocol"] = {"targets": ["a"], "seeds": [0], "test_fraction": 0.0, "base_images": "shared"}
+    said = " ".join(fedshift.check(options).warnings)
+    assert "'b' has a group of 12 samples" in said
+    assert "'c'" not in said.partition("group of")[2]
+    assert "mini-batch of 8" in said
 
 
 def test_a_result_has_its_privacy_and_a_table_shows_it(tmp_path: Path, cli: Cli) -> None:
@@ -122,15 +128,6 @@ def test_a_pool_of_workers_ends_in_the_same_bits(tmp_path: Path) -> None:
     options["engine"] = {"name": "local", "threads": 1, "workers": 2}
     fedshift.run(options, tmp_path / "two")
     assert outcome(tmp_path / "one") == outcome(tmp_path / "two")
-
-
-def test_a_group_larger_than_a_mini_batch_is_said(tmp_path: Path) -> None:
-    options = private(tmp_path) | {"data": {"name": "arrays", "sites": grouped(tmp_path)}}
-    options["protocol"] = {"targets": ["a"], "seeds": [0], "test_fraction": 0.0, "base_images": "shared"}
-    said = " ".join(fedshift.check(options).warnings)
-    assert "'b' has a group of 12 samples" in said
-    assert "'c'" not in said.partition("group of")[2]
-    assert "mini-batch of 8" in said
 
 
 def test_a_model_card_says_what_was_paid(tmp_path: Path) -> None:

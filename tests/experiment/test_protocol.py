@@ -7,23 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adapting import data_of, domain
 
-from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing, SparseRows, part_of
+from fedshift.data.domain import Domain, SparseRows, part_of
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.protocols.adapt_to_one import AdaptToOne
 from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
-
-FOLDER = Manifest("", "", "", "", "")
-
-
-def data_of(**domains: Domain) -> DataSet:
-    return DataSet("x", domains, ("0", "1", "2"), Preprocessing(kind="features"), FOLDER)
-
-
-def domain(name: str, samples: int, groups: Any = None, **official: Any) -> Domain:
-    labels = np.arange(samples) % 3
-    return Domain(name, np.zeros((samples, 2), np.float32), labels, groups, **official)
 
 
 def test_no_base_image_on_both_sides() -> None:
@@ -46,8 +36,8 @@ def test_no_base_image_on_both_sides() -> None:
         assert all(np.array_equal(shared.train[name], careful.train[name]) for name in shared.train)
 
 
-def test_the_reading_of_the_literature() -> None:
-    """test_fraction 0 and shared base images: sources train on everything, the target is measured on everything."""
+def test_what_is_trained_on_and_measured_whole() -> None:
+    # test_fraction 0 and shared base images: sources train on everything, the target is measured on everything.
     groups = np.arange(30)
     data = data_of(a=domain("a", 30, groups), b=domain("b", 30, groups), c=domain("c", 30, groups))
     split = LeaveOneOut(test_fraction=0, base_images="shared").split_of(data, "b", 0)
@@ -56,16 +46,10 @@ def test_the_reading_of_the_literature() -> None:
     assert len(split.measured["b"]) == 30
     with pytest.raises(UserError, match="test_fraction"):
         LeaveOneOut(test_fraction=0).split_of(data, "b", 0)
-
-
-def test_domains_that_share_nothing_are_measured_whole() -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 20))
     split = LeaveOneOut(test_fraction=0.5).split_of(data, "a", 0)
     assert len(split.measured["a"]) == 30
     assert sorted([*split.train["b"], *split.held_out["b"]]) == list(range(20))
-
-
-def test_splits_depend_on_the_seed_alone() -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 60), c=domain("c", 60))
     protocol = LeaveOneOut(test_fraction=0.4)
     first, again = protocol.split_of(data, "a", 0), protocol.split_of(data, "a", 0)
@@ -154,15 +138,12 @@ def test_what_cannot_be_cut(options: dict[str, Any], said: str) -> None:
         LeaveOneOut(**{"sites_each": 2, **options}).taking_part(data)
 
 
-def test_wrong_labels_of_a_source_that_is_cut_are_refused() -> None:
-    """No site has the source's name, so its labels would silently stay true."""
+def test_wrong_labels_and_settings_of_cut_sources() -> None:
+    # No site has the source's name, so its labels would silently stay true.
     data = data_of(a=domain("a", 30), b=domain("b", 30))
     with pytest.raises(UserError, match="wrong_labels"):
         AdaptToOne(targets=("b",), wrong_labels={"a": 0.5}, sites_each=2).taking_part(data)
-
-
-def test_settings_of_runs_without_cut_sources_are_those_of_earlier_versions() -> None:
-    """Runs are told apart by their settings: a new field would make finished runs start again."""
+    # Runs are told apart by their settings: a new field would make finished runs start again.
     fields = {"sites_each", "cut_by", "label_skew"}
     assert not fields & set(AdaptToOne().model_dump())
     assert fields <= set(AdaptToOne(sites_each=2).model_dump())

@@ -147,13 +147,17 @@ def test_the_page_the_card_and_an_export(
     assert float(said[1].split(",")[1]) == pytest.approx(float(model.predict(x)[0]))
 
 
-def test_the_losses() -> None:
-    """Errors of 2 and 0.5 deviations: squared (4 + 0.25)/2, absolute 1.25, Huber at 1 (1.5 + 0.125)/2."""
+def test_losses_and_damaged_scales(results: fedshift.Results) -> None:
+    # Errors of 2 and 0.5 deviations: squared (4 + 0.25)/2, absolute 1.25, Huber at 1 (1.5 + 0.125)/2.
     outputs, labels = torch.tensor([[2.0], [0.5]]), torch.tensor([10.0, 10.0])
     for loss, value in (("squared", 2.125), ("absolute", 1.25), ("huber", 0.8125)):
         objective = Regression(loss=loss, mean=10.0, std=3.0)
         assert float(objective.loss(outputs, labels)) == pytest.approx(value)
     assert objective.predict(outputs).tolist() == [16.0, 11.5]
+    said = json.loads(json.dumps(results.model("fedavg").metadata["preprocessing"]))
+    said["objective"]["std"] = 0.0
+    with pytest.raises(UserError, match="damaged"):
+        objective_of(type(results.model("fedavg").trained.preprocessing).model_validate(said))
 
 
 @pytest.mark.parametrize(
@@ -197,10 +201,3 @@ def test_a_label_that_is_no_number(cell: str, tmp_path: Path) -> None:
     data = {"name": "table", "task": "regression", "sites": {"a": tmp_path / "a.csv"}, "label": "y", "numeric": ["x"]}
     with pytest.raises(UserError, match=r"line 3.*label"):
         parse(data).build()
-
-
-def test_a_damaged_scale_in_a_model_file(results: fedshift.Results) -> None:
-    said = json.loads(json.dumps(results.model("fedavg").metadata["preprocessing"]))
-    said["objective"]["std"] = 0.0
-    with pytest.raises(UserError, match="damaged"):
-        objective_of(type(results.model("fedavg").trained.preprocessing).model_validate(said))

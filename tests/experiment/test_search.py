@@ -55,7 +55,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_what_is_kept_out_is_in_no_run(file: Path) -> None:
+def test_what_is_kept_out_and_who_goes_on(file: Path) -> None:
     whole = load(file)
     assert kept_out(whole, []) == ("z",)
     part = on_rung(whole, rungs(5, 2)[0], whole.methods, kept_out(whole, ["b"]), 24)
@@ -63,6 +63,11 @@ def test_what_is_kept_out_is_in_no_run(file: Path) -> None:
     plan = Plan(part, part.protocol.taking_part(build_data(part)))
     assert plan.targets == ("a", "c", "z")
     assert all("b" not in (*planned.split.train, *planned.split.measured) for planned in plan.runs)
+    methods = load(file).methods
+    ranking = [(methods[3], 90.0), (methods[0], 80.0), (methods[1], 70.0), (methods[2], None), (methods[4], None)]
+    assert going_on(ranking, methods[0], 2) == (methods[0], methods[3])
+    assert going_on(ranking, methods[0], 4) == (methods[0], methods[3], methods[1])
+    assert [mean for _, mean in rank(methods, [])] == [None] * 5
 
 
 @pytest.mark.parametrize(
@@ -76,14 +81,6 @@ def test_what_cannot_be_searched(changes: dict[str, object], words: str, file: P
     whole = {**yaml.safe_load(file.read_text()), **changes}
     with pytest.raises(UserError, match=words):
         kept_out(parse(whole), [])
-
-
-def test_a_method_that_diverged_goes_nowhere(file: Path) -> None:
-    methods = load(file).methods
-    ranking = [(methods[3], 90.0), (methods[0], 80.0), (methods[1], 70.0), (methods[2], None), (methods[4], None)]
-    assert going_on(ranking, methods[0], 2) == (methods[0], methods[3])
-    assert going_on(ranking, methods[0], 4) == (methods[0], methods[3], methods[1])
-    assert [mean for _, mean in rank(methods, [])] == [None] * 5
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,6 @@ def test_tables_and_page_name_the_metric(finished: Results) -> None:
         "dice coefficient, %",
     ):
         assert words in text
-
-
-def test_distances_stand_below_the_coefficients_and_one_seed_shows_no_best(finished: Results) -> None:
     dice = report_of(finished.collected).table
     (distance,) = dice.more
     assert (dice.measure.less_is_better, distance.measure.less_is_better) == (False, True)
@@ -234,22 +231,11 @@ def test_told_before_training(changes: dict[str, Any], message: str, tmp_path: P
         assert "\n" not in str(told.value)
 
 
-def test_wrong_labels_and_the_audit_are_for_classes(tmp_path: Path) -> None:
-    wrong = {"kind": "adapt_to_one", "targets": "east", "wrong_labels": {"north": 0.5}}
-    with pytest.raises(UserError, match=r"protocol\.wrong_labels: masks"):
-        fedshift.run({**TINY, "protocol": wrong, "methods": ["fedavg"]}, tmp_path)
-    with pytest.raises(UserError, match=r"segmentation.*the audit"):
-        audit_leakage(parse(TINY), batches=[1], attack="l2", iterations=1, starts=1)
-
-
-def test_a_window_below_one_frequency_is_told() -> None:
+def test_windows_structures_and_labels_that_do_not_fit(tmp_path: Path) -> None:
     found = fedshift.check({**TINY, "methods": ["elcfs"]})
     assert any("window of 3×3 is exchanged" in warning for warning in found.warnings)
     assert found.methods[0].bytes_up > 0
     assert all(domain.missing == () for domain in found.domains)
-
-
-def test_a_site_without_a_structure_is_told() -> None:
     data = DiscsAndCups(size=32, per_site=3).build()
     north = data.domains["north"]
     assert north.masks is not None
@@ -258,3 +244,8 @@ def test_a_site_without_a_structure_is_told() -> None:
     bare = Domain("north", north.inputs, north.labels, masks=masks)
     warnings = check_dataset(replace(data, domains={**data.domains, "north": bare}, warnings=())).warnings
     assert "site 'north' has no sample of structure cup: reported per structure, not an error" in warnings
+    wrong = {"kind": "adapt_to_one", "targets": "east", "wrong_labels": {"north": 0.5}}
+    with pytest.raises(UserError, match=r"protocol\.wrong_labels: masks"):
+        fedshift.run({**TINY, "protocol": wrong, "methods": ["fedavg"]}, tmp_path)
+    with pytest.raises(UserError, match=r"segmentation.*the audit"):
+        audit_leakage(parse(TINY), batches=[1], attack="l2", iterations=1, starts=1)

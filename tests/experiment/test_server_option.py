@@ -47,18 +47,24 @@ def test_a_run_takes_its_steps(tmp_path: Path) -> None:
     assert any((models[0][key] != models[1][key]).any() for key in models[0])
 
 
-@pytest.mark.parametrize(("rounds", "exchanges", "suits"), [(13, 1, 0.7), (13, 2, None), (12, 1, 0.7), (2, 1, 0.0)])
+TOO_FEW = [(0.8, 13, 1, 0.7), (0.8, 12, 1, 0.7), (0.8, 2, 1, 0.0), (0.9, 29, 1, ...), (0.7, 9, 1, ...)]
+ENOUGH = [(0.8, 13, 2, None), (0.9, 30, 1, None), (0.7, 10, 1, None)]
+
+
+@pytest.mark.parametrize(("beta", "rounds", "exchanges", "suits"), TOO_FEW + ENOUGH)
 def test_a_momentum_that_has_too_few_rounds_is_named(
-    tmp_path: Path, rounds: int, exchanges: int, suits: float | None
+    tmp_path: Path, beta: float, rounds: int, exchanges: int, suits: Any
 ) -> None:
-    """0.8 is up to its speed in 15 rounds, each a part of an epoch or a whole one; what is advised is so in time."""
-    given = options(tmp_path, "fedavg", {"optimizer": "momentum", "beta": 0.8})
-    given["methods"][0]["exchanges_per_epoch"] = exchanges
-    given["training"] |= {"rounds": rounds}
-    said = [line for line in fedshift.check(given).warnings if "momentum 0.8" in line]
-    assert len(said) == (suits is not None)
-    if suits is not None:
-        assert f"there are {rounds}; one of {suits:g} suits them" in said[0]
+    """Of equal changes it has 1 − β³ᐟ⁽¹⁻ᵝ⁾ of its size after 3/(1 − β) rounds, which is 95 %."""
+    assert 1 - beta ** (3 / (1 - beta)) == pytest.approx(0.96, abs=0.02)
+    whole = options(tmp_path, "fedavg", {"optimizer": "momentum", "beta": beta})
+    whole["methods"][0]["exchanges_per_epoch"] = exchanges
+    whole["training"] |= {"rounds": rounds}
+    lines = [line for line in fedshift.check(whole).warnings if "momentum" in line]
+    assert len(lines) == (suits is not None)
+    assert all(f"momentum {beta:g}" in line and f"there are {rounds};" in line for line in lines)
+    if suits not in (None, ...):
+        assert f"one of {suits:g} suits them" in lines[0]
         assert suits == 0 or 3 / (1 - suits) <= rounds + 1e-9
 
 
@@ -88,18 +94,3 @@ def test_the_list_of_methods_and_the_fields_show_it(cli: Cli) -> None:
     for word in ("momentum", "yogi", "beta2", "tau"):
         assert word in shown
     assert "optimiser of every site" in cli("fields", "training").out
-
-
-@pytest.mark.parametrize(
-    ("beta", "rounds", "few"), [(0.9, 29, True), (0.9, 30, False), (0.7, 9, True), (0.7, 10, False)]
-)
-def test_momentum_that_has_no_time_to_come_up_to_its_speed_is_named(
-    tmp_path: Path, beta: float, rounds: int, few: bool
-) -> None:
-    """Of equal changes it has 1 − β³ᐟ⁽¹⁻ᵝ⁾ of its size after 3/(1 − β) rounds, which is 95 %."""
-    assert 1 - beta ** (3 / (1 - beta)) == pytest.approx(0.96, abs=0.02)
-    given = options(tmp_path, "fedavg", {"optimizer": "momentum", "beta": beta})
-    given["training"]["rounds"] = rounds
-    warnings = [line for line in fedshift.check(given).warnings if "momentum" in line]
-    assert len(warnings) == few
-    assert all(str(rounds) in line for line in warnings)

@@ -87,12 +87,23 @@ def test_a_new_site_is_estimated_from_the_sites_left_out(
     assert f"{found.estimate:.1f} %" in of_file.out
 
 
-def test_the_sites_samples_are_looked_at_again(results: fedshift.api.Results, tmp_path: Path) -> None:
+def test_samples_are_looked_at_again_and_labels_not(results: fedshift.api.Results, tmp_path: Path) -> None:
     data = written(tmp_path / "new.csv", hospital(9, 200), ("age", "pressure"))
     model = results.model(target="north", seed=0)
     estimate = model.estimate(data)
     assert not any("scores alone" in reason for reason in estimate.reasons)
     assert results.estimate(data, target="north", seed=0).estimate == estimate.estimate
+    rows = hospital(9)
+    wrong = [{**row, "outcome": "well"} for row in rows]
+    one, other = (results.model(target="north", seed=0).estimate(written(tmp_path / "a.csv", r)) for r in (rows, wrong))
+    assert one == other
+    for at, name in enumerate(SITES):
+        written(tmp_path / f"{name}.csv", hospital(at + 20))
+    data = written(tmp_path / "new.csv", hospital(9, 200), ("age", "pressure"))
+    model = results.model(target="north", seed=0)
+    other = model.estimate(data, source=parse({**STUDY, "data": table_of(tmp_path)}).data)
+    assert other.estimate != model.estimate(data).estimate
+    assert "scores alone" in other.reasons[-1]
 
 
 def test_they_are_looked_at_as_a_model_reads_them_that_adapted(results: fedshift.api.Results, tmp_path: Path) -> None:
@@ -104,37 +115,24 @@ def test_they_are_looked_at_as_a_model_reads_them_that_adapted(results: fedshift
     assert adapted.estimate(data, target="north", seed=0).looked_at
 
 
-def test_an_experiment_whose_samples_are_others_is_no_help(results: fedshift.api.Results, tmp_path: Path) -> None:
-    for at, name in enumerate(SITES):
-        written(tmp_path / f"{name}.csv", hospital(at + 20))
-    data = written(tmp_path / "new.csv", hospital(9, 200), ("age", "pressure"))
-    model = results.model(target="north", seed=0)
-    other = model.estimate(data, source=parse({**STUDY, "data": table_of(tmp_path)}).data)
-    assert other.estimate != model.estimate(data).estimate
-    assert "scores alone" in other.reasons[-1]
-
-
-def test_labels_of_the_data_are_not_read(results: fedshift.api.Results, tmp_path: Path) -> None:
-    rows = hospital(9)
-    wrong = [{**row, "outcome": "well"} for row in rows]
-    one, other = (results.model(target="north", seed=0).estimate(written(tmp_path / "a.csv", r)) for r in (rows, wrong))
-    assert one == other
-
-
-def test_the_runs_own_target_is_no_case_of_itself(results: fedshift.api.Results) -> None:
-    """North's labels are known in the run's folder: they would say the answer."""
+def test_sites_of_the_run_and_models_alone_are_no_cases(results: fedshift.api.Results, tmp_path: Path) -> None:
+    # North's labels are known in the run's folder: they would say the answer.
     data = results.folder.parents[1] / "north.csv"
     found = results.estimate(data, target="north", seed=0)
     assert found.sites == 3
     assert not found.abstain
-
-
-def test_a_site_that_trained_is_no_new_site(results: fedshift.api.Results) -> None:
     found = results.estimate(results.folder.parents[1] / "south.csv", target="north", seed=0)
     assert found.abstain
     assert "south" in found.reasons[0]
     assert (found.estimate, found.low, found.high) == (None, None, None)
     assert {measure.estimate for measure in found.measures.values()} == {None}
+    model = results.model(target="north", seed=0)
+    model.save(tmp_path / "model.safetensors")
+    alone = fedshift.Model.load(tmp_path / "model.safetensors")
+    found = alone.estimate(written(tmp_path / "new.csv", hospital(9)))
+    assert found.abstain
+    assert "too few sites" in found.reasons[0]
+    assert model.trained.metadata == alone.trained.metadata
 
 
 @pytest.mark.parametrize(
@@ -152,16 +150,6 @@ def test_data_that_allow_no_estimate_get_none(results: fedshift.api.Results, tmp
     assert found.abstain
     assert found.reasons
     assert found.estimate is None
-
-
-def test_a_model_alone_has_no_cases(results: fedshift.api.Results, tmp_path: Path) -> None:
-    model = results.model(target="north", seed=0)
-    model.save(tmp_path / "model.safetensors")
-    alone = fedshift.Model.load(tmp_path / "model.safetensors")
-    found = alone.estimate(written(tmp_path / "new.csv", hospital(9)))
-    assert found.abstain
-    assert "too few sites" in found.reasons[0]
-    assert model.trained.metadata == alone.trained.metadata
 
 
 def test_mistakes_are_one_line(results: fedshift.api.Results, tmp_path: Path) -> None:
@@ -225,28 +213,26 @@ def test_one_class_gets_no_confident_number(results: fedshift.api.Results, tmp_p
             assert one.high - one.low > 15, "hardly any sample is of the other class"
 
 
-def test_ten_rows_get_a_wider_interval(results: fedshift.api.Results, tmp_path: Path) -> None:
+def test_few_mixed_and_repeated_rows(results: fedshift.api.Results, tmp_path: Path) -> None:
     model = results.model(target="north", seed=0)
     few = model.estimate(written(tmp_path / "ten.csv", hospital(9)[:10]))
     many = model.estimate(written(tmp_path / "many.csv", hospital(9, 300)))
     assert width(few) > width(many) + 10
     assert all(one.estimate is None for one in few.measures.values()), "fewer than ten of a class are expected"
     assert any("ten" in reason or "10" in reason for one in few.measures.values() for reason in [one.reason or ""])
-
-
-def test_samples_of_several_sites_mixed_are_within_the_interval(results: fedshift.api.Results, tmp_path: Path) -> None:
     rows = [row for seed in (11, 12, 13, 14) for row in hospital(seed, 40)]
     model, data = results.model(target="north", seed=0), written(tmp_path / "x.csv", rows)
     found = model.estimate(data)
     assert found.abstain or found.low <= right(model, data, rows) <= found.high
-
-
-def test_the_same_rows_again_say_no_more(results: fedshift.api.Results, tmp_path: Path) -> None:
     model, rows = results.model(target="north", seed=0), hospital(9, 12)
     few = model.estimate(written(tmp_path / "few.csv", rows))
     again = model.estimate(written(tmp_path / "again.csv", rows * 40))
     assert width(again) > 0.9 * width(few)
     assert any("480 count as 12 different ones" in reason for reason in again.reasons)
+    rows = hospital(9, 60) + [{**row, "age": f"{12 * float(row['age']):.1f}"} for row in hospital(10, 60)]
+    found = results.estimate(written(tmp_path / "x.csv", rows), target="north", seed=0)
+    assert found.abstain or found.harmful
+    assert any("age" in reason for reason in found.reasons)
 
 
 @pytest.mark.parametrize(
@@ -296,14 +282,6 @@ def test_values_too_large_for_the_model_are_named(
             refused(data)
     assert not (tmp_path / "log.jsonl").exists()
     assert not recwarn.list
-
-
-def test_half_in_another_unit_is_told(results: fedshift.api.Results, tmp_path: Path) -> None:
-    """Two sites mixed, of which one gives months for years."""
-    rows = hospital(9, 60) + [{**row, "age": f"{12 * float(row['age']):.1f}"} for row in hospital(10, 60)]
-    found = results.estimate(written(tmp_path / "x.csv", rows), target="north", seed=0)
-    assert found.abstain or found.harmful
-    assert any("age" in reason for reason in found.reasons)
 
 
 def test_labels_that_mean_the_opposite_are_found_by_labels_alone(results: fedshift.api.Results, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def few(labelled: int = 20) -> pd.DataFrame:
     return frame.assign(ill=[label if row < labelled else None for row, label in enumerate(frame["ill"])])
 
 
-def test_few_labels_measure_and_train_nothing(tmp_path: Path) -> None:
+def test_few_labels_either_measure_or_train(tmp_path: Path) -> None:
     protocol = {**ADAPT, "targets": ["va"]}
     done = fedshift.run(study(table({**LABELLED, "va": few()}, site_labels={"va": "few"}), protocol=protocol), tmp_path)
     (result,) = done.runs
@@ -143,11 +143,8 @@ def test_few_labels_measure_and_train_nothing(tmp_path: Path) -> None:
     assert list(measured["row"]) == list(range(20))
     assert len(told) == 60
     assert result.accuracy() == pytest.approx(100 * float((measured["label"] == measured["predicted"]).mean()))
-
-
-def test_few_labels_train_and_measure_nothing(tmp_path: Path) -> None:
     data = table({**LABELLED, "va": few()}, site_labels={"va": "few_train"})
-    done = fedshift.run(study(data, protocol={**ADAPT, "targets": "all"}), tmp_path)
+    done = fedshift.run(study(data, protocol={**ADAPT, "targets": "all"}), tmp_path / "train")
     assert [run.target for run in done.runs] == ["north", "south", "east"]  # neither va nor its labelled samples
     (run,) = done.collected.unmeasured
     split = run.result.data
@@ -203,12 +200,14 @@ def test_what_contradicts_itself_is_refused_in_one_line(va: pd.DataFrame, labels
     assert "\n" not in str(refused.value)
 
 
-def test_methods_and_protocols_that_need_the_labels_are_refused() -> None:
+def test_methods_that_need_the_labels_are_refused_and_settings_stay() -> None:
     data = table(WITHOUT, site_labels=NONE)
     with pytest.raises(UserError, match="oracle trains on the target's labels, and 'va' lacks them"):
         fedshift.check(study(data, protocol=ADAPT, methods=["oracle"]))
     with pytest.raises(UserError, match="measures all sites, and 'va' lacks labels"):
         fedshift.check(study(data, protocol={"kind": "source_target", "splits": 1}, methods=["fedavg"]))
+    settings = fedshift.api.parse(study(table(LABELLED))).dump()
+    assert "site_labels" not in settings["data"]  # runs of before keep their identity
 
 
 def test_another_unit_leaves_no_estimate(tmp_path: Path) -> None:
@@ -221,11 +220,6 @@ def test_another_unit_leaves_no_estimate(tmp_path: Path) -> None:
     shown = page(whole_report(done.collected))
     assert "We cannot say what to expect" in shown
     assert "What to do: do not use the model there until the data are mended" in shown
-
-
-def test_nothing_changes_where_all_have_labels() -> None:
-    settings = fedshift.api.parse(study(table(LABELLED))).dump()
-    assert "site_labels" not in settings["data"]  # runs of before keep their identity
 
 
 @pytest.mark.parametrize("codes", [("f", "m"), ("F", "M")])

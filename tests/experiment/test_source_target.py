@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import adapting
 import numpy as np
 import pytest
 from calling import Cli
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from small import Stop, StopAfter, experiment, features, outcome, save, sites, write
 
 import fedshift
-from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
+from fedshift.data.domain import DataSet, Domain
 from fedshift.errors import UserError
 from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.experiment.config.engine_section import LocalEngine
@@ -31,17 +32,12 @@ from fedshift.methods.pooled.cdan import CDAN
 from fedshift.methods.pooled.source_only import SourceOnly
 from fedshift.models import registry as models
 
-FOLDER = Manifest("", "", "", "", "")
 NETWORK: dict[str, Any] = {"name": "mlp", "hidden": [6]}
 METHODS: list[Any] = ["source_only", "alone", "fedavg", "mdfnet", "cdan", "srdc"]
 
 
 def data_of(**samples: int) -> DataSet:
-    made = {}
-    for name, number in samples.items():
-        inputs = np.random.default_rng(number).normal(size=(number, 2)).astype(np.float32)
-        made[name] = Domain(name, inputs, np.arange(number) % 3)
-    return DataSet("x", made, ("0", "1", "2"), Preprocessing(kind="features"), FOLDER)
+    return adapting.data_of(**{name: adapting.domain(name, number) for name, number in samples.items()})
 
 
 def pairs(where: dict[str, str], protocol: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -52,7 +48,7 @@ def pairs(where: dict[str, str], protocol: dict[str, Any] | None = None, **chang
 # Who gives what -------------------------------------------------------------------------------------------------------
 
 
-def test_labelled_sites_are_parted_and_unlabelled_ones_give_all() -> None:
+def test_pairs_and_who_gives_what() -> None:
     data = data_of(a=30, b=24, c=33)
     protocol = SourceTarget(pairs=[["a", "b"], [["a", "c"], "b"]])
     assert protocol.targets_of(data) == ("a-b", "a+c-b")
@@ -69,9 +65,6 @@ def test_labelled_sites_are_parted_and_unlabelled_ones_give_all() -> None:
     assert not np.array_equal(protocol.split_of(data, "a-b", 1).train["a"], split.train["a"])
     fewer = SourceTarget(labelled_test_fraction=0.7).split_of(data, "a-b", 0)  # the 3:7 split
     assert len(fewer.train["a"]) == 9
-
-
-def test_all_ordered_pairs_and_every_split() -> None:
     data = data_of(a=30, b=24, c=33)
     protocol = SourceTarget(splits=4)
     assert protocol.targets_of(data) == ("a-b", "a-c", "b-a", "b-c", "c-a", "c-b")
@@ -81,6 +74,9 @@ def test_all_ordered_pairs_and_every_split() -> None:
     assert parse(whole.dump()) == whole
     named = parse(pairs({"a": "a.npz"}, {"pairs": [["a", "b"], [["a", "c"], ["b"]]]}))
     assert parse(named.dump()) == named
+    data = data_of(**{"a": 9, "b-c": 9, "a-b": 9, "c": 9})
+    with pytest.raises(UserError, match=r"'a-b-c' .*rename a site"):
+        SourceTarget(pairs=[["a", "b-c"], ["a-b", "c"]]).targets_of(data)
 
 
 def test_whose_sites() -> None:
@@ -146,10 +142,7 @@ def test_rows_hold_every_number_of_a_pair(whole: fedshift.api.Results) -> None:
             assert average[field] == pytest.approx(fmean(row[field] for row in found))
         other = harmonic_mean(average["accuracy_source"], average["accuracy_target"])
         assert average["harmonic_mean_of_averages"] == pytest.approx(other)
-
-
-def test_gain_is_that_over_training_alone(whole: fedshift.api.Results) -> None:
-    """At a labelled site over its own model, at an unlabelled one over a guess among three classes."""
+    # At a labelled site over its own model, at an unlabelled one over a guess among three classes.
     results = {(run.method, run.target, run.seed): run for run in whole.runs}
     for row in whole.rows():
         if row["labelled"] == "average":
@@ -179,7 +172,7 @@ def test_each_site_that_trained_alone_answers_for_itself(tmp_path: Path) -> None
     assert rows["alone"]["labelled"] in ("a+b", "average")
 
 
-def test_every_way_to_write_the_table(whole: fedshift.api.Results, cli: Cli) -> None:
+def test_every_way_to_write_the_table_and_the_page(whole: fedshift.api.Results, cli: Cli) -> None:
     text = whole.markdown()
     for title in (
         "Harmonic mean of both",
@@ -195,9 +188,6 @@ def test_every_way_to_write_the_table(whole: fedshift.api.Results, cli: Cli) -> 
         assert cli("table", str(whole.folder), "--format", format).code == 0
     assert len(json.loads(cli("table", str(whole.folder), "--format", "json").out)) == len(METHODS) * 3
     assert "source" in cli("table", str(whole.folder), "--select", "source").out
-
-
-def test_the_page(whole: fedshift.api.Results) -> None:
     from fedshift.report.page import page
     from fedshift.report.report import whole_report
 
@@ -215,7 +205,7 @@ def test_proxy_distance_of_like_and_unlike_sites() -> None:
     for name, shift in {"here": 0.0, "twin": 0.0, "far": 6.0}.items():
         inputs = (rng.normal(size=(300, 4)) + np.array([shift, 0, 0, 0])).astype(np.float32)
         made[name] = Domain(name, inputs, np.arange(300) % 3)
-    data = DataSet("x", made, ("0", "1", "2"), Preprocessing(kind="features"), FOLDER)
+    data = adapting.data_of(**made)
     protocol = SourceTarget(pairs=[["here", ["twin", "far"]]])
     split = protocol.split_of(data, "here-twin+far", 0)
     linear = models.parse({"name": "linear"})
@@ -323,9 +313,3 @@ def test_methods_for_one_target_say_so(tmp_path: Path, method: str) -> None:
 def test_methods_for_one_target_run_on_pairs(tmp_path: Path, method: str) -> None:
     found = fedshift.run(pairs(sites(tmp_path), {"splits": 1}, methods=[method]), tmp_path / "runs")
     assert len(found.rows()) == 3
-
-
-def test_pair_names_must_differ() -> None:
-    data = data_of(**{"a": 9, "b-c": 9, "a-b": 9, "c": 9})
-    with pytest.raises(UserError, match=r"'a-b-c' .*rename a site"):
-        SourceTarget(pairs=[["a", "b-c"], ["a-b", "c"]]).targets_of(data)

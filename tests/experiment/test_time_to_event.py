@@ -117,6 +117,10 @@ def test_both_sides_are_measured_and_compared_by_the_harmonic_mean(tmp_path: Pat
     sites["b"] = (sites["b"][0], sites["b"][1] * [1, 0])
     with pytest.raises(UserError, match=r"'b' no two samples"):
         fedshift.check(chosen | {"data": {"sites": sites, "task": "time_to_event"}})
+    sites = {site: patients(number) for number, site in enumerate("abc")}
+    sites["c"] = (sites["c"][0], sites["c"][1] * [1, 0])
+    with pytest.raises(UserError, match="no two samples can be compared"):
+        fedshift.check(options(sites))
 
 
 def test_a_table_with_columns_of_times_and_events(tmp_path: Path) -> None:
@@ -129,10 +133,3 @@ def test_a_table_with_columns_of_times_and_events(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said) as told:
             parse(data).build()
         assert "line 3" in str(told.value)
-
-
-def test_a_target_where_nothing_can_be_compared(tmp_path: Path) -> None:
-    sites = {site: patients(number) for number, site in enumerate("abc")}
-    sites["c"] = (sites["c"][0], sites["c"][1] * [1, 0])
-    with pytest.raises(UserError, match="no two samples can be compared"):
-        fedshift.check(options(sites))

@@ -280,16 +280,13 @@ def test_own_network_is_found_to_read_tokens_and_the_advice_on_floats_does_not_c
     assert "\n" not in said.strip()
 
 
-def test_numbers_are_no_tokens_and_tokens_are_not_standardised(tmp_path: Path) -> None:
+def test_what_tokens_are_and_what_methods_do_with_them(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"reads tokens, but .* numbers"):
         fedshift.check(experiment(small.sites(tmp_path / "x"), model=BERT), trust=True)
     options = of_tokens(tmp_path)
     options["data"]["standardise"] = True
     with pytest.raises(UserError, match="integers, which are tokens"):
         fedshift.check(options, trust=True)
-
-
-def test_methods_say_what_they_do_with_tokens(tmp_path: Path) -> None:
     told = fedshift.check(of_tokens(tmp_path, methods=METHODS), trust=True).warnings
     assert sum("on tokens" in line for line in told) == 2
     kd3a = {"name": "kd3a", "mixup": 0}
@@ -297,9 +294,6 @@ def test_methods_say_what_they_do_with_tokens(tmp_path: Path) -> None:
         of_tokens(tmp_path, methods=[kd3a], protocol={"kind": "adapt_to_one", "targets": ["a"], "seeds": [0]}),
         trust=True,
     )
-
-
-def test_settings_of_tables_without_text_are_written_as_before(tmp_path: Path) -> None:
     section = reviews(tmp_path)
     whole = parse(experiment({}, data=section, model=BERT)).data.model_dump(mode="json")
     assert whole["text"] == "review"

@@ -41,8 +41,15 @@ def checked(folder: Path, body: str) -> None:
     )
 
 
-def test_a_method_without_a_mistake_passes(tmp_path: Path) -> None:
+def test_methods_and_networks_without_a_mistake_pass_as_they_were(tmp_path: Path) -> None:
     checked(tmp_path, f"{ROUND}        return state.advance(updates.mean().model())\n")
+    options = models.parse({"name": "mlp", "hidden": [4], "batch_norm": True})
+    network = models.build(options, (5,), 3, 0).eval()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    try_training(network, options, Training(rounds=1), (5,))
+    assert not network.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert all(parameter.grad is None for parameter in network.parameters())
 
 
 @pytest.mark.parametrize(
@@ -62,13 +69,3 @@ def test_a_method_without_a_mistake_passes(tmp_path: Path) -> None:
 def test_a_mistake_is_told_with_its_line(tmp_path: Path, body: str, said: str) -> None:
     with pytest.raises(UserError, match=f"methods: mine fails on made-up samples.*{said}"):
         checked(tmp_path, body)
-
-
-def test_a_trial_of_training_leaves_the_network_as_it_was() -> None:
-    options = models.parse({"name": "mlp", "hidden": [4], "batch_norm": True})
-    network = models.build(options, (5,), 3, 0).eval()
-    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    try_training(network, options, Training(rounds=1), (5,))
-    assert not network.training
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    assert all(parameter.grad is None for parameter in network.parameters())

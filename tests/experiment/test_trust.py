@@ -69,12 +69,9 @@ def test_refused_statistics_stop_a_common_encoding(tmp_path: Path) -> None:
         fedshift.run(experiment, tmp_path / "runs")
 
 
-def test_a_long_text_is_not_a_number() -> None:
+def test_long_texts_edited_files_and_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FedshiftError, match="only short names travel"):
         list(pieces({"note": "x" * 65}))
-
-
-def test_an_edited_method_file_is_another_module(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("VALUE = 1\n", encoding="utf-8")
     first = import_file(str(file))
@@ -83,9 +80,6 @@ def test_an_edited_method_file_is_another_module(tmp_path: Path) -> None:
     second = import_file(str(file))
     assert (first.VALUE, second.VALUE) == (1, 2)
     assert first.__sha256__ != second.__sha256__
-
-
-def test_an_experiment_in_a_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSHIFT_CHILD", "1")
     with pytest.raises(UserError, match="__main__"):
         fedshift.run({})

@@ -43,9 +43,6 @@ def test_the_unseen_site_gives_no_statistics(tmp_path: Path) -> None:
     mean_with_far = _preprocessing(results.folder, "fedavg", "a")["mean"]
     assert max(mean_without_far) < 5  # type: ignore[call-overload]
     assert min(mean_with_far) > 400  # type: ignore[call-overload]
-
-
-def test_no_site_left_for_statistics(tmp_path: Path) -> None:
     sites = {name: _site(tmp_path / f"{name}.npz", 0.0) for name in "ab"}
     source = parse({"name": "arrays", "sites": sites, "standardise": True, "statistics_from": ["a"]})
     with pytest.raises(UserError, match="no site is left"):

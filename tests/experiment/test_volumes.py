@@ -103,7 +103,7 @@ def test_a_missing_library_is_one_line(name: str, package: str, monkeypatch: pyt
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def test_parts_of_volumes_and_masks_are_the_same_ones_anywhere() -> None:
+def test_parts_of_volumes_and_of_masks() -> None:
     volumes = torch.arange(6 * 6 * 6).view(1, 1, 6, 6, 6).repeat(500, 1, 1, 1, 1)
     parts, masks = random_parts(volumes, volumes.repeat(1, 2, 1, 1, 1), (4, 5, 6), torch.Generator().manual_seed(0))
     assert masks is not None
@@ -113,10 +113,7 @@ def test_parts_of_volumes_and_masks_are_the_same_ones_anywhere() -> None:
     assert first.tolist() == [36 * z + 6 * y for z in range(3) for y in range(2)]
     assert number.min() > 500 / 6 - 40  # six places, each as likely
     assert torch.equal(parts[0, 0] - parts[0, 0, 0, 0, 0], volumes[0, 0, :4, :5])
-
-
-def test_parts_side_by_side_say_what_the_whole_says() -> None:
-    """Of a network that looks at one voxel at a time; parts do not divide the sides."""
+    # Of a network that looks at one voxel at a time; parts do not divide the sides.
     network = nn.Sequential(nn.Conv3d(1, 3, 1), nn.ReLU(), nn.Conv3d(3, 2, 1))
     volumes = torch.rand(2, 1, 11, 13, 9)
     with torch.no_grad():
@@ -185,18 +182,10 @@ def test_workers_give_the_same_weights(tmp_path: Path) -> None:
     for name, changes in (("unet", {}), ("parts", {"model": MONAI, "data": parts})):
         methods = ["recipe", "elcfs"] if name == "unet" else ["fedavg"]
         one, two = (
-            fedshift.run(
-                {
-                    **TINY,
-                    **changes,
-                    "training": training,
-                    "methods": methods,
-                    "engine": {"threads": 1, "workers": workers},
-                },
-                tmp_path / f"{name}-{workers}",
-            )
+            fedshift.run({**TINY, **changes, "training": training, "methods": methods,
+                          "engine": {"threads": 1, "workers": workers}}, tmp_path / f"{name}-{workers}")
             for workers in (1, 2)
-        )
+        )  # fmt: skip
         for run in one.runs:
             weights, others = (
                 load_file(found.folder / run.method / "east" / "seed-0" / "model.safetensors") for found in (one, two)

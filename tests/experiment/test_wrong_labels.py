@@ -51,19 +51,6 @@ def test_wrong_labels_are_those_of_training_rows_of_the_named_source() -> None:
     assert not np.array_equal(other.domains["b"].labels, shown.domains["b"].labels)
     assert AdaptToOne().with_wrong_labels(data, split, 0) is data
     assert LeaveOneOut().with_wrong_labels(data, split, 0) is data
-
-
-def test_a_source_with_wrong_labels_is_no_target() -> None:
-    """Its turn as the target would be a run without a wrong label, averaged with the others."""
-    data = data_of(a=domain("a", 30), b=domain("b", 90), c=domain("c", 45))
-    for protocol in (AdaptToOne(wrong_labels={"b": 0.5}), AdaptToOne(wrong_labels={"b": 0.5}, targets=("a", "b"))):
-        with pytest.raises(UserError, match=r"wrong_labels: 'b' is a target too.*targets: \[a"):
-            protocol.taking_part(data)
-    assert AdaptToOne(wrong_labels={"b": 0.5}, targets=("a", "c")).taking_part(data) is data
-    assert list(AdaptToOne(wrong_labels={"b": 0.5}, drop=("b",)).taking_part(data).domains) == ["a", "c"]
-
-
-def test_the_released_rule_takes_the_next_class() -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 90))
     protocol = AdaptToOne(wrong_labels={"b": 1.0}, wrong_labels_rule="shift")
     split = protocol.split_of(data, "a", 0)
@@ -73,7 +60,14 @@ def test_the_released_rule_takes_the_next_class() -> None:
     assert np.array_equal(shown[held_out], data.domains["b"].labels[held_out])
 
 
-def test_names_that_no_domain_has() -> None:
+def test_names_of_wrong_labels_and_targets() -> None:
+    # Its turn as the target would be a run without a wrong label, averaged with the others.
+    data = data_of(a=domain("a", 30), b=domain("b", 90), c=domain("c", 45))
+    for protocol in (AdaptToOne(wrong_labels={"b": 0.5}), AdaptToOne(wrong_labels={"b": 0.5}, targets=("a", "b"))):
+        with pytest.raises(UserError, match=r"wrong_labels: 'b' is a target too.*targets: \[a"):
+            protocol.taking_part(data)
+    assert AdaptToOne(wrong_labels={"b": 0.5}, targets=("a", "c")).taking_part(data) is data
+    assert list(AdaptToOne(wrong_labels={"b": 0.5}, drop=("b",)).taking_part(data).domains) == ["a", "c"]
     data = data_of(north=domain("north", 30), south=domain("south", 90))
     for field in ({"drop": ("soth",)}, {"wrong_labels": {"soth": 0.1}}):
         with pytest.raises(

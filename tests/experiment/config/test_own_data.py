@@ -36,8 +36,8 @@ class Mine(FedAvg):
 """
 
 
-def own(folder: Path, **changes: Any) -> Experiment:
-    (folder / "my_data.py").write_text(FILE)
+def own(folder: Path, text: str = FILE, **changes: Any) -> Experiment:
+    (folder / "my_data.py").write_text(text)
     save(folder / "clinic", **{name: features(seed) for seed, name in enumerate("abc")})
     options = experiment({}, **changes)
     return parse({**options, "data": {"name": "my_data.py:Sites", "folder": "clinic"}}, folder)
@@ -63,14 +63,9 @@ def test_runs_name_the_file_by_its_checksum_and_other_processes_find_it(tmp_path
     assert len(data["sha256"]) == 64
     assert str(tmp_path) not in str(data)
     assert parse(mine.dump()).dump() == mine.dump()
-    (tmp_path / "my_data.py").write_text(FILE + "\n# changed\n")
+    changed = own(tmp_path, FILE + "\n# changed\n", protocol={"targets": ["a"], "seeds": [0]})
     with pytest.raises(UserError, match=r"my_data\.py has changed"):
-        fedshift.run(own_again(tmp_path), tmp_path / "runs")
-
-
-def own_again(folder: Path) -> Experiment:
-    options = experiment({}, protocol={"targets": ["a"], "seeds": [0]})
-    return parse({**options, "data": {"name": "my_data.py:Sites", "folder": "clinic"}}, folder)
+        fedshift.run(changed, tmp_path / "runs")
 
 
 @pytest.mark.parametrize(

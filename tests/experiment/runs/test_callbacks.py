@@ -125,15 +125,12 @@ def test_weights_and_biases_gets_every_round_and_stays_offline(
     assert logged == {record.round: record.numbers() for record in read_rounds(folder / "rounds.jsonl")}
 
 
-def test_a_missing_tracker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tracker_and_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="tensorboard"):
         tracker("tensorbord")
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(UserError, match=r"fedshift\[trackers\]"):
         tracker("mlflow")
-
-
-def test_a_notebook_shows_the_newest_line_and_all_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notebook_reporter() is None
     shown: list[str] = []
     handle = SimpleNamespace(update=lambda data, raw: shown.append(data["text/plain"]))

@@ -95,15 +95,20 @@ def test_worker_processes_give_the_same_bits(tmp_path: Path) -> None:
     assert outcome(tmp_path / "1") == outcome(tmp_path / "2")
 
 
-def test_it_is_part_of_a_run_s_identity_only_where_it_is_used(tmp_path: Path) -> None:
-    """The noise of private runs is drawn from the identity, so that of earlier experiments must not change."""
-
+def test_drawing_is_part_of_a_run_s_identity_and_does_not_lower_epsilon(tmp_path: Path) -> None:
+    # The noise of private runs is drawn from the identity, so that of earlier experiments must not change.
     def identity(drawn: Any) -> dict[str, Any]:
         found: dict[str, Any] = plan(tmp_path, drawn).runs[0].identity["protocol"]
         return found
 
     assert "sites_per_round" not in identity(None)
     assert identity(2) == {**identity(None), "sites_per_round": 2}
+    # It is computed from the mini-batches of a site that takes part in every round.
+    private = {"privacy": {"noise_multiplier": 1.0}}
+    whole, drawn = (plan(tmp_path, number, training=private) for number in (None, 2))
+    assert whole.runs[0].budget == drawn.runs[0].budget
+    told = [any("sites_per_round" in warning for warning in what_epsilon_means(About(one))) for one in (whole, drawn)]
+    assert told == [False, True]
 
 
 @pytest.mark.parametrize(("asked", "sources", "drawn"), [(None, 9, None), (3, 9, 3), (0.1, 1000, 100), (0.1, 4, 1)])
@@ -143,12 +148,3 @@ def test_what_cannot_do_without_the_others_is_refused(
     with pytest.raises(UserError, match=said) as caught:
         fedshift.check(options(tmp_path, method, **changes))
     assert "\n" not in str(caught.value)
-
-
-def test_drawing_does_not_lower_epsilon(tmp_path: Path) -> None:
-    """It is computed from the mini-batches of a site that takes part in every round."""
-    private = {"privacy": {"noise_multiplier": 1.0}}
-    whole, drawn = (plan(tmp_path, number, training=private) for number in (None, 2))
-    assert whole.runs[0].budget == drawn.runs[0].budget
-    told = [any("sites_per_round" in warning for warning in what_epsilon_means(About(one))) for one in (whole, drawn)]
-    assert told == [False, True]

@@ -65,37 +65,25 @@ def measured(network: Network | None = None, split: Split = SPLIT) -> dict[str, 
     return evaluator.measure(network, weights)
 
 
-def test_targets_and_held_out_parts() -> None:
+def test_measures_by_hand() -> None:
     found = measured()
     assert found["target_accuracy"] == {"t": 50.0}
     assert found["source_accuracy"] == {"a": 50.0, "b": 0.0}
     # Of class y three are measured, one is right; of z one and it is right; x is not there.
     assert found["per_class"] == [None, pytest.approx(100 / 3), 100.0]
-
-
-def test_two_targets_are_measured_apart_and_their_classes_together() -> None:
     split = Split({"c": np.array([0])}, {}, {"t": np.arange(5), "a": np.arange(4)})
     found = measured(split=split)
     assert found["target_accuracy"] == {"t": 60.0, "a": 75.0}
     # x: 1 of 1 and 1 of 1; y: 1 of 3 and 2 of 3; z: 1 of 1.
     assert found["per_class"] == [100.0, 50.0, 100.0]
     assert found["source_accuracy"] == {}
-
-
-def test_the_methods_own_answer_counts() -> None:
-    """Backwards: the first of the two classes that are not said."""
+    # Backwards: the first of the two classes that are not said.
     found = measured(linear(torch.zeros(3, 3), Backwards))
     # Row by row of t: 1 → 0, 2 → 0, 2 → 0, 0 → 1; the last one is right.
     assert found["target_accuracy"] == {"t": 25.0}
-
-
-def test_each_source_answers_by_its_own_network() -> None:
-    """At ``a`` the identity; at ``b`` what says z becomes x, as its held-out labels are."""
+    # At ``a`` the identity; at ``b`` what says z becomes x, as its held-out labels are.
     assert measured(linear(torch.zeros(3, 3), OneEach))["source_accuracy"] == {"a": 50.0, "b": 100.0}
-
-
-def test_a_model_is_measured_in_evaluation_mode() -> None:
-    """Dropout of nearly everything changes no answer."""
+    # Dropout of nearly everything changes no answer.
     plain = linear(torch.eye(3))
     noisy = Network(
         nn.Dropout(0.99), plain.classifier, embedding_size=3, classes=3, stages={}, alignment_stages=()

@@ -49,9 +49,6 @@ def test_predictions_give_the_metrics_of_the_result(finished: fedshift.Results) 
         selected = run.result.selected["last"]
         assert selected is not None
         assert selected.accuracy == run.result.targets[0].values["accuracy"]
-
-
-def test_the_threshold_comes_from_the_sources(finished: fedshift.Results) -> None:
     result = finished.runs[0]
     chosen = [site.threshold for site in result.sites if site.part == "held_out"]
     assert len(chosen) == 2
@@ -70,6 +67,11 @@ def test_the_headline_of_the_experiment_is_the_tables(finished: fedshift.Results
     with pytest.raises(UserError, match="last round only"):
         finished.rows("source", "auroc")
     assert finished.rows("source")[0]["mean"] == finished.runs[0].accuracy("source")
+    old = finished.runs[0].model_dump(mode="json")
+    del old["sites"]
+    result = RunResult.model_validate_json(json.dumps(old))
+    assert result.sites == []
+    assert result.site_metric("auroc") is None
 
 
 def test_without_predictions_the_metrics_are_there(tmp_path: Path) -> None:
@@ -78,11 +80,3 @@ def test_without_predictions_the_metrics_are_there(tmp_path: Path) -> None:
     run = fedshift.run(options, tmp_path / "runs").collected.runs[0]
     assert not (run.folder / "predictions.parquet").exists()
     assert run.result.targets[0].values["auroc"] > 0
-
-
-def test_records_without_further_metrics_can_be_read(finished: fedshift.Results) -> None:
-    old = finished.runs[0].model_dump(mode="json")
-    del old["sites"]
-    result = RunResult.model_validate_json(json.dumps(old))
-    assert result.sites == []
-    assert result.site_metric("auroc") is None

@@ -69,12 +69,9 @@ def test_the_others_go_on(tmp_path: Path, method: str) -> None:
         assert (tensor == models[1][name]).all()
 
 
-def test_too_few_are_left(tmp_path: Path) -> None:
+def test_too_few_are_left_or_never_had_a_model(tmp_path: Path) -> None:
     with pytest.raises(TrainingDiverged, match=r"2 of 3 sites are left, engine\.quorum asks for 3"):
         fedshift.run(options(four(tmp_path), {"name": "fedavg"}, quorum=3), tmp_path / "runs")
-
-
-def test_a_site_that_never_acquired_a_model_is_no_riddle(tmp_path: Path) -> None:
     method = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
     with pytest.raises(fedshift.errors.FedshiftError, match=r"local_model.*(failed|went wrong) at this site"):
         fedshift.run(options(four(tmp_path), method, quorum=2), tmp_path / "runs")

@@ -287,8 +287,7 @@ def test_measuring_every_other_round_changes_no_weight(tmp_path: Path) -> None:
 
 
 def test_the_model_handed_out_is_the_mean_of_the_last_rounds(tmp_path: Path) -> None:
-    """Rounds 2 and 3 of FedAvg by two shorter runs, averaged here; training itself does not see the mean."""
-
+    # Rounds 2 and 3 of FedAvg by two shorter runs, averaged here; training itself does not see the mean.
     def model(rounds: int, **method: Any) -> dict[str, Any]:
         options = experiment(sites(tmp_path), methods=[{**FEDAVG, **method}], model={"name": "mlp", "hidden": [4]})
         options["training"] = {**options["training"], "rounds": rounds, "lr_schedule": "constant"}
@@ -303,9 +302,6 @@ def test_the_model_handed_out_is_the_mean_of_the_last_rounds(tmp_path: Path) -> 
     for name, tensor in averaged.items():
         np.testing.assert_allclose(tensor, (second[name].astype(np.float64) + third[name]) / 2, rtol=1e-6, atol=1e-8)
     assert any((averaged[name] != third[name]).any() for name in averaged)
-
-
-def test_the_mean_of_the_last_rounds_may_be_asked_beside_styles_or_of_its_method(tmp_path: Path) -> None:
     data = sites(tmp_path)
 
     def model(label: str, outside: int, inside: int) -> dict[str, Any]:

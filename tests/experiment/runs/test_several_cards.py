@@ -85,17 +85,16 @@ def test_devices_that_are_not_here(cli: Cli, tmp_path: Path, device: str, words:
     assert not (tmp_path / "runs").exists()
 
 
-def test_no_card_at_all(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cards_that_are_idle_written_or_not_there(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "e.yaml", experiment(sites(tmp_path), device="all"))
+    assert "1 of 4 cards" in cli("check", file).out
+    assert "of 4 cards" not in cli("check", file, "engine.workers=2", "engine.parallel_runs=2").out
+    options = experiment(sites(tmp_path), device=["cuda:1", "cuda:0"])
+    assert json.loads(json.dumps(parse(options).dump()))["device"] == ["cuda:1", "cuda:0"]
     monkeypatch.delenv(PRETENDED)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = write(tmp_path / "e.yaml", experiment(sites(tmp_path), device="all"))
     assert "auto or cpu" in cli("check", file).error()
-
-
-def test_idle_cards_are_told(cli: Cli, tmp_path: Path) -> None:
-    file = write(tmp_path / "e.yaml", experiment(sites(tmp_path), device="all"))
-    assert "1 of 4 cards" in cli("check", file).out
-    assert "of 4 cards" not in cli("check", file, "engine.workers=2", "engine.parallel_runs=2").out
 
 
 def test_a_full_card_ends_in_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +117,3 @@ def test_a_full_card_ends_in_one_line(cli: Cli, tmp_path: Path, monkeypatch: pyt
     assert cli("run", file, "device=all", "--runs", runs).code == 0
     assert done.stat().st_mtime_ns == before
     assert len(list(runs.rglob("result.json"))) == 3
-
-
-def test_a_list_is_kept_in_what_is_written(tmp_path: Path) -> None:
-    options = experiment(sites(tmp_path), device=["cuda:1", "cuda:0"])
-    assert json.loads(json.dumps(parse(options).dump()))["device"] == ["cuda:1", "cuda:0"]
