@@ -121,7 +121,6 @@ def test_a_process_that_ended_here_is_noticed_at_once(tmp_path: Path) -> None:
     code = "import sys, time; from pathlib import Path; from fedshift.claims import Claim\n"
     code += "assert Claim(Path(sys.argv[1])).take(); print('taken', flush=True); time.sleep(60)"
     dead = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
-    assert dead.stdout is not None
     assert dead.stdout.readline() == b"taken\n"
     other = Claim(tmp_path)
     assert not other.take()

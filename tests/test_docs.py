@@ -105,22 +105,21 @@ def test_worked_example_gives_the_same_weights_in_process_and_in_a_pool(tmp_path
     assert len(records.splitlines()) == 2
 
 
-def test_worked_examples_are_short() -> None:
+def test_worked_example_trims_each_number_on_its_own(tmp_path: Path) -> None:
     for example in (OWN_METHOD, OWN_LOSS):
         assert len([line for line in example.read_text().splitlines() if line.strip()]) < 30
-
-
-def test_worked_example_trims_each_number_on_its_own() -> None:
     trimmed_mean = own_method().trimmed_mean
     values = torch.tensor([[1.0, 900.0], [2.0, 6.0], [-500.0, 5.0], [4.0, 4.0], [6.0, -7.0]])
     assert trimmed_mean(values, 1).tolist() == pytest.approx([7 / 3, 5.0])
     assert trimmed_mean(values, 2).tolist() == [2.0, 5.0]
     assert trimmed_mean(values, 0).tolist() == pytest.approx([-487 / 5, 908 / 5])
     assert trimmed_mean(torch.tensor([3, 9, 4]), 1).tolist() == 9  # a counter
+    greedy = {**SMALL, "methods": [{"name": f"{OWN_METHOD}:TrimmedMean", "trim": 3}]}
+    with pytest.raises(UserError, match=r"trim: 3 at each end leaves none of 5 sites"):
+        fedshift.run(greedy, tmp_path)
 
 
 def test_untrimmed_example_is_the_uniform_mean_of_fedavg(tmp_path: Path) -> None:
-    """As docs/add_a_method.md says."""
     both = [{"name": f"{OWN_METHOD}:TrimmedMean", "trim": 0}, {"name": "fedavg", "weighting": "uniform"}]
     folder = fedshift.run({**SMALL, "methods": both, "engine": {"threads": 1}}, tmp_path).folder
     ours, theirs = (load_file(folder / name / "D0/seed-0/model.safetensors") for name in ("trimmed_mean", "fedavg"))
@@ -128,14 +127,7 @@ def test_untrimmed_example_is_the_uniform_mean_of_fedavg(tmp_path: Path) -> None
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-6)
 
 
-def test_worked_example_explains_that_too_much_is_trimmed(tmp_path: Path) -> None:
-    greedy = {**SMALL, "methods": [{"name": f"{OWN_METHOD}:TrimmedMean", "trim": 3}]}
-    with pytest.raises(UserError, match=r"trim: 3 at each end leaves none of 5 sites"):
-        fedshift.run(greedy, tmp_path)
-
-
 def test_own_loss_is_the_equation() -> None:
-    """By hand for p = (1/2, 1/2) and p = (3/4, 1/4), both of class 0."""
     logits = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
     cross_entropy = (math.log(2) + math.log(4 / 3)) / 2
     entropy = (math.log(2) + math.log(4) - 0.75 * math.log(3)) / 2
@@ -154,12 +146,15 @@ def test_own_loss_without_its_penalty_is_fedavg(tmp_path: Path) -> None:
     assert any(not torch.equal(tensor, other[name]) for name, tensor in ours.items())
 
 
-def test_worked_example_is_quoted_as_it_stands() -> None:
+def test_examples_are_quoted_as_they_stand() -> None:
     source = OWN_METHOD.read_text() + OWN_LOSS.read_text()
     quoted = [block for block in blocks(ROOT / "docs" / "add_a_method.md", "python") if "(Reply)" not in block]
     assert len(quoted) >= 4
     for block in quoted:
         assert block in source
+    assert yaml.safe_load(blocks(ROOT / "docs" / "running.md", "yaml")[0]) == yaml.safe_load(
+        TABLE.read_text(encoding="utf-8")
+    )
 
 
 # Files and fragments --------------------------------------------------------------------------------------------------
@@ -181,12 +176,6 @@ def test_example_files_parse(file: Path) -> None:
     if file.stem in NEEDED:
         pytest.importorskip(NEEDED[file.stem])
     assert load(file).name == file.stem
-
-
-def test_first_example_is_the_file() -> None:
-    assert yaml.safe_load(blocks(ROOT / "docs" / "running.md", "yaml")[0]) == yaml.safe_load(
-        TABLE.read_text(encoding="utf-8")
-    )
 
 
 def volumes(site: Path, draws: np.random.Generator) -> None:
@@ -265,7 +254,6 @@ def test_example_files_run(
 
 
 def test_python_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With less training than there."""
     (block,) = blocks(ROOT / "README.md", "python")
     less = block.replace('"rounds": 40', '"rounds": 1').replace('"per_class": 45', '"per_class": 6')
     assert less.count(": 1,") + less.count(": 6}") == 2
@@ -282,7 +270,6 @@ def test_python_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_commands_exist_with_these_options(words: list[str]) -> None:
-    """Parses the words as the command line would (an unknown option raises), without running the command."""
     group = typer.main.get_command(app)
     name, arguments = words[0], words[1:]
     if name.startswith("--"):  # an option of fedshift itself
@@ -306,12 +293,9 @@ def test_commands_exist_with_these_options(words: list[str]) -> None:
         parse(options, file.parent)
 
 
-def test_commands_are_found() -> None:
+def test_make_targets_and_commands_exist() -> None:
     mentioned = {words[0] for _, words in commands()}
     assert mentioned >= {"run", "check", "show", "page", "methods", "datasets", "predict"}
-
-
-def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = {target for page in PAGES for target in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), flags=re.M)}
     assert named >= {"demo", "test"}
@@ -355,7 +339,6 @@ def test_the_design_page_is_read_in_ten_minutes() -> None:
 
 @pytest.mark.parametrize(("page", "fewest"), [("design", 20), ("extend", 30), ("internals", 10)])
 def test_files_that_pages_for_maintainers_name_exist(page: str, fewest: int) -> None:
-    """A path such as ``remote/policy.py`` must be the end of a file's path."""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     folders = ("src", "tests", "benchmarks", "docs")
     files = [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]

@@ -93,10 +93,13 @@ def test_no_symbol_of_a_method_is_left_unset(assemble: ModuleType) -> None:
         assert not re.search(r"\w[_^]|(?<![a-z][a-z0-9])\\_", words), file.name
 
 
-def test_everything_that_fedshift_offers_is_in_the_reference() -> None:
+def test_everything_is_in_the_reference_and_in_a_table_of_contents() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in (SITE / "pages" / "reference").glob("*.md"))
     for name in fedshift.__all__:
         assert re.search(rf"^\.\. auto\w+:: (fedshift\.methods\.base|fedshift)\.{name}$", pages, re.M), name
+    listed = "".join(page.read_text(encoding="utf-8") for page in (SITE / "pages").rglob("*.md"))
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"\ndocs/{page.stem}\n" in listed, page.name
 
 
 def test_results_stand_beside_the_published_row(assemble: ModuleType) -> None:
@@ -122,33 +125,24 @@ def test_a_data_set_and_the_experiment_file_name_every_field(assemble: ModuleTyp
         assert all(f"| `{field}` |" in part for field in section.model_fields)
 
 
-def test_bars_in_a_cell_do_not_end_it(assemble: ModuleType) -> None:
+def test_parts_of_a_page(assemble: ModuleType) -> None:
     assert assemble.reference.cell("a|b `c|d`\n*e*") == "a\\|b `c\\|d` \\*e\\*"
-
-
-def test_lists_of_commands_have_whole_sentences(assemble: ModuleType) -> None:
     text = assemble.reference.command_line()
     assert "\n* `run`: Run an experiment" in text
     assert not re.search(r"^\* `\w+`.*\.\.\.$", text, re.M)
-
-
-def test_hyphens_of_an_option_stay_apart(assemble: ModuleType) -> None:
     assert assemble.reference.literal("call it with --fetch or `--no-such`: a--b") == (
         "call it with `--fetch` or `--no-such`: a--b"
     )
-
-
-def test_an_option_is_described_with_its_symbols(assemble: ModuleType) -> None:
     symbol = "<math><msub><mi>N</mi><mrow><mi>k</mi></mrow></msub></math>"
     assert assemble.reference.meaning("share N_k of\n`a|b` | c_d or file_name") == (
         f"share {symbol} of `a\\|b` \\| {symbol.replace('N', 'c').replace('k', 'd')} or file\\_name"
     )
-
-
-def test_a_picture_has_no_dark_colours(assemble: ModuleType) -> None:
     svg = assemble.in_light_colours((ROOT / "docs" / "demo.svg").read_text(encoding="utf-8"))
     assert "prefers-color-scheme" not in svg
     ElementTree.fromstring(svg)
+    script = '"""Your table: does it work?\n\nMore."""\n\nx = """y"""\n'
+    titled = '"""\nYour table\n==========\n\nDoes it work?\n\nMore.\n"""\n\nx = """y"""\n'
+    assert assemble.titled(script) == titled
 
 
 def test_links_to_files_that_are_no_pages_become_their_names(assemble: ModuleType, tmp_path: Path) -> None:
@@ -173,12 +167,6 @@ def test_pages_get_what_is_not_committed(assemble: ModuleType, monkeypatch: pyte
     assert assemble.whole(ROOT / "docs" / "scale.md", "`five_digits`") == "`five_digits`"
 
 
-def test_scripts_get_a_title_and_keep_their_code(assemble: ModuleType) -> None:
-    script = '"""Your table: does it work?\n\nMore."""\n\nx = """y"""\n'
-    titled = '"""\nYour table\n==========\n\nDoes it work?\n\nMore.\n"""\n\nx = """y"""\n'
-    assert assemble.titled(script) == titled
-
-
 def test_dead_links_are_found(assemble: ModuleType, tmp_path: Path) -> None:
     import dead_links
 
@@ -190,9 +178,3 @@ def test_dead_links_are_found(assemble: ModuleType, tmp_path: Path) -> None:
         "a.html links to c.html",
         "b.html links to no.png",
     ]
-
-
-def test_every_page_of_docs_is_in_a_table_of_contents() -> None:
-    listed = "".join(page.read_text(encoding="utf-8") for page in (SITE / "pages").rglob("*.md"))
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"\ndocs/{page.stem}\n" in listed, page.name

@@ -63,24 +63,21 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path, monke
     assert not mine.path.exists()
 
 
-def test_a_path_through_a_file_is_said_so(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     for write in (lambda: write_bytes(tmp_path / "runs" / "e" / "order.json", b""), lambda: _lock(tmp_path / "runs/l")):
         with pytest.raises(UserError, match="runs") as raised:
             write()
         assert "free some space" not in str(raised.value)
+    (tmp_path / "there" / "file").mkdir(parents=True)
+    with pytest.raises(UserError):
+        write_bytes(tmp_path / "there" / "file", b"x")
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["file"]
 
 
 def _lock(path: Path) -> None:
     with hold_lock(path):
         pass
-
-
-def test_nothing_is_left_beside_a_file_that_cannot_be_replaced(tmp_path: Path) -> None:
-    (tmp_path / "there" / "file").mkdir(parents=True)
-    with pytest.raises(UserError):
-        write_bytes(tmp_path / "there" / "file", b"x")
-    assert [path.name for path in (tmp_path / "there").iterdir()] == ["file"]
 
 
 def test_equal_models_are_equal_files() -> None:

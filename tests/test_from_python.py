@@ -170,9 +170,6 @@ def test_results_find_the_model_of_a_run(results: Results, tables: dict[str, Pat
     for wrong in ({"target": "west"}, {"target": "east", "seed": 7}, {"target": "east", "method": "fedavgg"}):
         with pytest.raises(UserError, match=r"east|0, 1|fedavg"):
             results.model(**wrong)
-
-
-def test_results_describe_themselves(results: Results) -> None:
     assert "4 runs" in repr(results)
     verdict = results.verdict()
     assert verdict["method"] == "fedavg"

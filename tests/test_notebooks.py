@@ -19,8 +19,6 @@ SHORTER = {'"rounds": 40': '"rounds": 1', '"per_class": 45': '"per_class": 6', '
 
 def converter() -> object:
     spec = importlib.util.spec_from_file_location("notebooks", ROOT / "docs" / "notebooks.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

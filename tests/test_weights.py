@@ -19,13 +19,10 @@ def network(seed: int = 0) -> nn.Module:
     return model
 
 
-def test_bytes_follow_the_formula_of_a_payload() -> None:
+def test_tensors_are_shared_detached_and_cannot_be_replaced() -> None:
     model = network()
     parameters = sum(p.numel() for p in model.parameters())
     assert Weights(model.state_dict()).nbytes == 4 * (parameters + 16) + 8 * 1
-
-
-def test_tensors_are_shared_detached_and_cannot_be_replaced() -> None:
     model = network()
     weights = Weights(dict(model.named_parameters()))
     assert weights["0.weight"].data_ptr() == model[0].weight.data_ptr()
@@ -47,9 +44,6 @@ def test_prefixes_end_at_a_dot() -> None:
     assert list(weights.without("head")) == ["head2.bias", "body.head.bias"]
     assert list(weights.select(lambda name: name.endswith("2.bias"))) == ["head2.bias"]
     assert isinstance(weights.select("head"), Weights)
-
-
-def test_private_part_merges_back() -> None:
     weights = Weights(network().state_dict())
     shared, private = weights.without("1"), weights.select("1")
     assert shared.merge(private).equal(weights)

@@ -19,6 +19,7 @@ from small import experiment, images, outcome, sites, start, write
 
 import fedshift
 from fedshift.evaluation.records import RunResult
+from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.plan import common_settings
 from fedshift.report.conditions import conditions, used_notes
 
@@ -44,7 +45,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder / "runs", options
 
 
-def test_advice_agrees_with_the_table(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
+def test_show_and_its_verdict(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
     runs, _ = finished
     rows = json.loads(cli("show", runs, "--format", "json").out)
     averages = {row["method"]: row["mean"] for row in rows if row["target"] == "average"}
@@ -54,13 +55,17 @@ def test_advice_agrees_with_the_table(cli: Cli, finished: tuple[Path, dict[str, 
     assert told["method"] in cli("show", runs, "--verdict").out
     assert cli("show", runs, "--verdict", "--format", "yaml").code == 2
     assert cli("show", runs, "--verdict", "--select", "source").code == 2
-
-
-def test_the_terminal_has_the_table_and_then_the_verdict(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
-    runs, _ = finished
     both, verdict = cli("show", runs).out, cli("show", runs, "--verdict").out
     assert both == cli("table", runs).out + verdict
     assert verdict == cli("advise", runs).out  # older names print what they did
+    assert "| uniform" in cli("show", runs, "--format", "markdown").out
+    assert r"\begin{tabular}" in cli("show", runs, "--format", "latex").out
+    assert cli("show", runs, "--format", "svg").out.startswith("<?xml")
+    assert cli("show", runs, "--format", "png").code == 2
+    text = cli("show", runs).out
+    assert "Selection: last round." in text
+    assert "n = 2 seeds" in text
+    assert "upper bound" in cli("show", runs, "--select", "oracle").out
 
 
 def test_report_writes_the_page_anew(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
@@ -104,20 +109,7 @@ def test_table_as_json(cli: Cli, finished: tuple[Path, dict[str, Any]], select: 
         assert by_place["csac", "b"][1] == result["selected"][select]["accuracy"]
 
 
-def test_table_for_people(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
-    runs, _ = finished
-    assert "| uniform" in cli("show", runs, "--format", "markdown").out
-    assert r"\begin{tabular}" in cli("show", runs, "--format", "latex").out
-    assert cli("show", runs, "--format", "svg").out.startswith("<?xml")
-    assert cli("show", runs, "--format", "png").code == 2
-    text = cli("show", runs).out
-    assert "Selection: last round." in text
-    assert "n = 2 seeds" in text
-    assert "upper bound" in cli("show", runs, "--select", "oracle").out
-
-
 def test_from_python(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """A mapping, an `Experiment` and the command line give the same rows."""
     runs, options = finished
     rows = json.loads(cli("show", runs, "--format", "json").out)
     resolved = fedshift.load(write(tmp_path / "e.yaml", options))
@@ -137,12 +129,6 @@ def test_from_python(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: 
     assert set(outcome(tmp_path / "runs")) == {
         f"small/deepall/b/seed-3/{file}" for file in ("rounds.jsonl", "result.json", "model.safetensors")
     }
-
-
-def test_a_dumped_experiment_is_the_experiment(finished: tuple[Path, dict[str, Any]]) -> None:
-    from fedshift.experiment.config.experiment import parse
-
-    resolved = parse(finished[1])
     again = parse(yaml.safe_load(yaml.safe_dump(resolved.dump())))
     assert again == resolved
     assert again.dump() == resolved.dump()
@@ -185,7 +171,6 @@ def test_overrides(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_names_and_places(tmp_path: Path) -> None:
-    """An experiment without a name is called after its file; its paths are beside it, not below the caller's folder."""
     options = experiment(sites(tmp_path / "sub"))
     del options["name"]
     options["data"]["sites"] = {name: Path(path).name for name, path in options["data"]["sites"].items()}
@@ -215,7 +200,6 @@ def _accuracy(rows: list[dict[str, Any]], labels: np.ndarray) -> float:
 
 
 def test_predict(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
-    """On the target's own file the predictions have the accuracy that the run reports."""
     runs, options = finished
     labels = np.load(options["data"]["sites"]["b"])["y"]
     for method in ("deepall", "fedavg", "uniform", "csac"):
@@ -294,9 +278,6 @@ def test_demo_runs_its_own_file(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_p
     ((file, *_), kept) = ran.call_args
     assert (file.name, kept) == ("demo.yaml", {"samples": True})
     assert "72 small runs" in cli("demo", "--explained").err
-
-
-def test_the_demo_needs_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
     import fedshift.cli
 
     monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
@@ -309,7 +290,6 @@ def test_the_demo_needs_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_explained_demo_is_the_demo_with_the_rows_that_explain_the_recipe() -> None:
-    """Of the same name and settings, so that the demo's finished runs are not repeated; and no such row is missing."""
     import fedshift.cli
 
     plain, whole = (
@@ -353,7 +333,6 @@ for words in (["--help"], ["audit", "leakage", "--help"]):
 
 @pytest.mark.slow
 def test_imports_are_lazy() -> None:
-    """Help needs nothing heavy, in a process of its own."""
     done = subprocess.run([sys.executable, "-c", _HELP], capture_output=True, text=True, check=True)
     first, second = (set(line.split()) for line in done.stdout.splitlines() if line.startswith("MODULES"))
     assert not {"torch", "torchvision", "pydantic", "numpy", "sklearn", "matplotlib"} & first
@@ -363,7 +342,6 @@ def test_imports_are_lazy() -> None:
 
 @pytest.mark.slow
 def test_exit_codes_of_the_process() -> None:
-    """The same through a real process: 0, and 2 with one line."""
     assert start("--version").communicate()[0].startswith("fedshift ")
     wrong = start("security", "key", __file__)
     out, err = wrong.communicate()

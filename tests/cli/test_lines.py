@@ -77,6 +77,13 @@ def test_each_finished_run_has_a_line_and_those_done_before_do_not_count() -> No
     watched.lines.elsewhere(1, ["process 7 on here"])
     assert watched.lines.left == 1
     assert "process 7 on here" in watched.said[2]
+    watched = Watched()
+    watched.lines.begin(2)
+    watched.lines.on_skipped(part(0))
+    for seed in (1, 0):  # the other process is gone, and its run is taken over
+        watched.lines.run(part(seed), 10, 0)
+        watched.lines.on_finished(part(seed), RESULT, resumed=False)
+    assert ["2 of 2 runs" in text for text in watched.said] == [True, True]
 
 
 def test_a_run_that_goes_on_has_its_bar_where_it_ended() -> None:
@@ -91,13 +98,3 @@ def test_every_line_of_a_verdict_is_printed(
     monkeypatch.setattr(show, "paragraphs", lambda answer: [("Why", ("one", "two", "three")), ("More", ("four",))])
     show.print_paragraphs(cast(Any, SimpleNamespace(question="Which?")))
     assert capsys.readouterr().out.split() == ["Which?", "Why", "one", "two", "three", "More", "four"]
-
-
-def test_a_run_that_another_process_had_counts_once() -> None:
-    watched = Watched()
-    watched.lines.begin(2)
-    watched.lines.on_skipped(part(0))
-    for seed in (1, 0):  # the other process is gone, and its run is taken over
-        watched.lines.run(part(seed), 10, 0)
-        watched.lines.on_finished(part(seed), RESULT, resumed=False)
-    assert ["2 of 2 runs" in text for text in watched.said] == [True, True]

@@ -35,7 +35,7 @@ def test_methods(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "shapley, leave_one_out, samples, h_divergence, information_gain" in cli("methods", "kd3a").out
 
 
-def test_datasets(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
     listed = cli("datasets").out
     for name in ("rotated_digits", "rotated_mnist", "five_digits", "pacs", "image_folder", "arrays", "table"):
@@ -44,9 +44,6 @@ def test_datasets(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     mnist = cli("datasets", "rotated_mnist").out
     for word in ("Ghifary", "layout", "angles", "per_class", "M75 1000", "FEDSHIFT_DATA is not set"):
         assert word in mnist, word
-
-
-def test_the_state_of_a_data_file(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedshift.data.registry import source_class
 
     manifest = source_class("rotated_mnist").manifest()
@@ -71,7 +68,6 @@ def test_fields_of_every_section(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_description_fits_a_narrow_terminal() -> None:
-    """Paragraphs and items fold between words; equations and items are not joined with what is above them."""
     from fedshift.methods.federated import csac
 
     prose = (csac.__doc__ or "").strip()

@@ -82,24 +82,18 @@ def test_every_problem_has_a_name() -> None:
     assert [row[0] for row in domain_table(domains).rows] == ["fewest", "median", "most"]
 
 
-def test_samples_without_labels_of_many_sites() -> None:
+def test_what_is_listed_of_few_and_many_sites() -> None:
     few = [domain(0, without_label=30), domain(1, without_label=4)]
     assert [line.partition(":")[0] for line in without_labels(few)] == ["s0", "s1"]
     first, second = without_labels([domain(number, without_label=30 if number % 2 else 4) for number in range(50)])
     assert first.startswith("850 samples without labels")
     assert second == "not measured, without any label: " + join_names([f"s{number}" for number in range(1, 50, 2)])
     assert [*without_labels([domain(number) for number in range(50)])] == []
-
-
-def test_few_sites_have_a_row_each() -> None:
     domains = [domain(number) for number in range(FEW)]
     assert len(domain_table(domains).rows) == FEW
     assert [*unlike(domains)] == []
     assert missing_cells_of("lab", {"a": (1, 5), "b": (0, 5)}) == "missing in column lab: a 1 of 5"
     assert privacy_rows({"a": (1.0, 2.0)}) == [["a", "1.00", "2.00"]]
-
-
-def test_what_many_sites_spend_and_lack() -> None:
     spent = {f"s{number}": (number / 100, number / 50) for number in range(100)}
     assert privacy_rows(spent) == [["100 sites, least (s0)", "0.00", "0.00"], ["most (s99)", "0.99", "1.98"]]
     cells = {f"s{number}": (number % 3, 10) for number in range(90)} | {"empty": (10, 10)}

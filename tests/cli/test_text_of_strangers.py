@@ -31,7 +31,6 @@ def harmless(said: Said) -> str:
 
 @pytest.mark.threat("control_text")
 def test_a_console_prints_no_control_sequence(capsys: pytest.CaptureFixture[str]) -> None:
-    """As text, as markup, in a table; in the rows of a progress bar by `escape`."""
     table = Table(NASTY)
     table.add_row(f"no {NASTY}")
     console = safe_console()

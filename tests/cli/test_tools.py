@@ -40,9 +40,6 @@ def test_export_writes_the_model_and_its_card(cli: Cli, trained: tuple[Path, Pat
     assert cli("export", run, "--to", "safetensors").code == 0
     assert sorted(file.name for file in (run / "export").iterdir()) == ["README.md", "model.safetensors"]
     assert "torchscript" in cli("export", run, "--to", "torch").error()
-
-
-def test_what_was_not_exported_is_not_served(cli: Cli, trained: tuple[Path, Path]) -> None:
     assert "onnx" in cli("serve", trained[1]).error()
 
 
@@ -172,13 +169,10 @@ def test_run_tells_the_tracker(
     monkeypatch.setattr("fedshift.cli.run.tracker", {"noting": Noting()}.__getitem__)
     assert cli("run", trained[0], "protocol.seeds=[0]", "--runs", tmp_path, "--track", "noting").code == 0
     assert len(heard) == 1
-
-
-def test_an_unknown_tracker_is_a_mistake(cli: Cli, trained: tuple[Path, Path], tmp_path: Path) -> None:
     assert "tensorboard" in cli("run", trained[0], "--runs", tmp_path, "--track", "tensorbord").error()
 
 
-def test_completion_offers_the_names_of_methods(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_and_the_list_of_networks(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names_of("methods")() == list(methods.names())
     for name in ("data", "models"):
         assert names_of(name)()
@@ -186,9 +180,6 @@ def test_completion_offers_the_names_of_methods(cli: Cli, monkeypatch: pytest.Mo
     monkeypatch.setenv("COMP_WORDS", "fedshift methods feda")
     monkeypatch.setenv("COMP_CWORD", "2")
     assert cli("methods", "feda").out.split() == [name for name in methods.names() if name.startswith("feda")]
-
-
-def test_networks(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert all(name in cli("models").out for name in ("mlp", "resnet50", "frozen"))
     mlp = cli("models", "mlp").out

@@ -140,7 +140,6 @@ def test_statistics_and_scales_are_of_the_training_rows(tmp_path: Path) -> None:
     table = Table.model_validate({**fields, "sites": {"north": fields["sites"]["north"]}})
     told = table.gives()
     ages = [float(row["age"]) for row in rows_of("north") if row["part"] == "train"]
-    assert told is not None
     assert told["count"] == [len(ages)]
     assert told["label"]["count"] == len(ages)
     assert told["label"]["total"] == pytest.approx(sum(ages), rel=1e-6)
@@ -157,7 +156,6 @@ def test_arrays_have_a_split_too(standardise: bool, tmp_path: Path) -> None:
     np.savez(tmp_path / "north.npz", x=x, y=y, split=side)
     data = Arrays(sites={"north": tmp_path / "north.npz"}, standardise=standardise).build()
     domain = data.domains["north"]
-    assert domain.test_rows is not None
     assert domain.test_rows.tolist() == [0, 1, 2, 3]
     if standardise:
         assert data.preprocessing.mean == pytest.approx(x[4:].mean(axis=0), rel=1e-6)

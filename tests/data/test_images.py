@@ -328,7 +328,6 @@ def test_dark_images_with_masks(tmp_path: Path) -> None:
     assert (np.asarray(data.domains["a"].inputs) == 255).all()
     assert data.preprocessing.window == WINDOW
     masks = data.domains["a"].masks
-    assert masks is not None
     assert np.array_equal(masks[0, 0], np.eye(8))
 
 

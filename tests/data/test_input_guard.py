@@ -96,7 +96,6 @@ def test_usual_mistakes_are_refused_by_column(column: str, change: Any, share: s
     cells = patients()
     cells[column] = [change(value) for value in cells[column]]
     found = shift_of(cells)
-    assert found.refusal is not None
     assert f"column '{column}'" in found.refusal
     assert share in found.refusal
     assert sum(f"'{name}':" in found.refusal for name in ("age", "chol", "sex")) == 1
@@ -112,14 +111,12 @@ def test_usual_mistakes_are_refused_by_column(column: str, change: Any, share: s
 def test_few_rows_are_said_and_not_refused() -> None:
     found = shift_of(patients(sex=["M"] * 6 + ["male"] * 54))
     assert found.refusal is None
-    assert found.warning is not None
     assert "10 % of the rows" in found.warning
     cells = patients(100)
     cells["age"][:3], cells["sex"][3] = [105, 0, 110], "unknown"
     assert shift_of(cells).warning is None
     found = shift_of({"age": [650], "chol": [250], "sex": ["M"]})
     assert found.refusal is None
-    assert found.warning is not None
     assert "'age'" in found.warning
     assert "'sex'" in found.warning
     assert shift_of({"age": [54], "chol": [247 + 6 * 52], "sex": ["male"]}).warning is None
@@ -131,7 +128,6 @@ def test_few_rows_are_said_and_not_refused() -> None:
 @pytest.mark.case("groups of new data", "a ward of women: one known category, and a sign that is 0 for all")
 def test_columns_of_one_value() -> None:
     found = shift_of(patients(chol=[0] * 60))
-    assert found.warning is not None
     assert "0 ± 0, in training 247 ± 52" in found.warning
     assert shift_of(patients(chol=[250] * 60)).warning is None  # constant, and plausible
     assert shift_of(patients(60, chol=[""] * 60)).warning is None
@@ -215,7 +211,6 @@ TRAINED = image_statistics([colour(40, 1), colour(40, 2)])
 def test_statistics_of_images() -> None:
     images = colour(30)
     found = image_statistics([images[:10], images[10:]])
-    assert found is not None
     assert found.mean == pytest.approx(images.mean() / 255)
     assert found.std == pytest.approx(images.std() / 255)
     assert found.grey == 0.0
@@ -227,7 +222,6 @@ def test_statistics_of_images() -> None:
     grey[:, 1] += 1
     assert "grey" in (image_shift(grey, TRAINED).refusal or "")
     trained = image_statistics([colour(40)], [1000, 1024] * 20)
-    assert trained is not None
     assert trained.side == pytest.approx(math.sqrt(1000 * 1024))
     assert "about 128 pixels on their shorter side, in training 1012" in (
         image_shift(colour(), trained, [128] * 12).warning or ""
@@ -235,7 +229,6 @@ def test_statistics_of_images() -> None:
     assert image_shift(colour(), trained, [500] * 12).warning is None
     assert image_shift(colour(), trained).warning is None
     few = image_statistics([colour(40)], [1000] * 3)
-    assert few is not None
     assert few.side is None
 
 

@@ -43,7 +43,6 @@ def test_generated_images() -> None:
     assert data.classes == ("cup", "disc")
     assert tuple(data.domains) == tuple(CAMERAS)
     for domain in data.domains.values():
-        assert domain.masks is not None
         cup, disc = domain.masks[:, 0].astype(bool), domain.masks[:, 1].astype(bool)
         assert not (cup & ~disc).any()
         assert (cup.mean((1, 2)) > 0.01).all()
@@ -77,7 +76,6 @@ def test_batches_have_masks_that_colours_and_styles_leave_alone() -> None:
     assert masks.dtype == torch.float32
     domains = list(small().domains.values())
     for row, (domain, index) in enumerate([(domains[0], 0), (domains[1], 1), (domains[3], 1)]):
-        assert domain.masks is not None
         np.testing.assert_array_equal(masks[row].numpy(), domain.masks[index])
     plain, same, _ = site.batch(torch.tensor([0, 3, 7]), torch.Generator())
     assert torch.equal(plain, inputs)
@@ -105,7 +103,6 @@ def test_image_and_mask_move_together() -> None:
     images = masks.repeat(1, 2, 1, 1)[:, :3]
     augmentation = Augmentation(crop_scale=(0.5, 1.0), flip=0.5)
     moved, turned = augment_with_masks(images, masks, augmentation, torch.Generator().manual_seed(3))
-    assert turned is not None
     assert not torch.equal(turned, masks)
     assert set(turned.unique().tolist()) == {0.0, 1.0}
     assert torch.equal((moved[:, :2] > 0.5).float(), turned)
@@ -144,7 +141,6 @@ def test_own_folders_and_their_scale(root: Path) -> None:
     assert data.classes == ("cup", "disc")
     for domain in data.domains.values():
         assert domain.inputs.shape == (2, 3, 16, 16)
-        assert domain.masks is not None
         assert domain.masks.shape == (2, 2, 16, 16)
         expected = np.zeros((16, 16), dtype=np.uint8)
         expected[4:10, 3:10] = 1  # 20 × 16 pixels, two columns cut off at each side
@@ -214,7 +210,6 @@ def test_folders_and_masks_that_cannot_be(tmp_path: Path) -> None:
         MaskFolder(root=tmp_path / "empty").build()
     data = small()
     north = data.domains["north"]
-    assert north.masks is not None
     cut = Domain("north", north.inputs, north.labels, masks=north.masks[..., :-1])
     with pytest.raises(
         UserError, match=r"site 'north': masks are uint8 \(3, 2, 32, 31\), expected uint8 \(3, 2, 32, 32\)"

@@ -371,7 +371,6 @@ def test_masks_of_images_and_volumes(tmp_path: Path, small: Small) -> None:
         Image.fromarray(levels).save(mask)
     data = built("feddg_fundus", tmp_path)
     masks = data.domains["drishti_gs"].masks
-    assert masks is not None
     assert data.task == "segmentation"
     assert masks.sum(axis=(2, 3)).tolist() == [[16, 256], [16, 256]]
     assert halves(data, "drishti_gs") == ([0], [1])
@@ -384,7 +383,6 @@ def test_masks_of_images_and_volumes(tmp_path: Path, small: Small) -> None:
         nibabel.Nifti1Image(array, np.eye(4)).to_filename(tmp_path / "UCL" / name)
     data = built("feddg_prostate", tmp_path)
     masks = data.domains["UCL"].masks
-    assert masks is not None
     assert masks.sum(axis=(1, 2, 3)).tolist() == [0, 16, 0]
     (tmp_path / "UCL" / "Case00_segmentation.nii.gz").unlink()
     with pytest.raises(UserError, match="no segmentation of UCL"):

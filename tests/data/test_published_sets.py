@@ -57,10 +57,8 @@ def test_rotated_digits() -> None:
     assert data.input_shape == (1, 16, 16)
     for domain in data.domains.values():
         assert np.bincount(domain.labels).tolist() == [100] * 10
-        assert domain.groups is not None
         assert domain.groups.tolist() == list(range(1000))
     values = data.domains["D0"].inputs
-    assert isinstance(values, np.ndarray)
     assert values.max() == 255
     scaled = (values / 255 - data.preprocessing.mean[0]) / data.preprocessing.std[0]
     assert abs(scaled.mean()) < 0.02
@@ -139,8 +137,6 @@ def test_five_digits_parts() -> None:
     data = built(name="five_digits", domains=["usps", "natural"], samples_per_domain=600, natural_good_only=True)
     usps, natural = data.domains["usps"], data.domains["natural"]
     assert (len(usps), len(natural)) == (600, 593)
-    assert usps.train_rows is not None
-    assert usps.test_rows is not None
     assert len(usps.train_rows) + len(usps.test_rows) == 600
 
 
@@ -151,7 +147,6 @@ def test_amazon_reviews(scaling: str) -> None:
     sizes = {"books": 6465, "dvd": 5586, "electronics": 7681, "kitchen": 7945}
     assert {name: len(domain) for name, domain in data.domains.items()} == sizes
     for domain in data.domains.values():
-        assert domain.train_rows is not None
         assert np.bincount(domain.labels[domain.train_rows]).tolist() == [1000, 1000]
         assert isinstance(domain.inputs, SparseRows)
         dense = domain.inputs.dense(domain.train_rows[:50])
@@ -216,11 +211,9 @@ def test_heart_disease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "va": (200, 74.5),
     }
     swiss = data.domains["switzerland"].inputs
-    assert isinstance(swiss, np.ndarray)
     assert (swiss[:, 2] == 0).all()  # cholesterol was measured for nobody: the mean of the scale …
     assert (swiss[:, 7] == 1).all()  # … and the column that says it is missing
     cleveland = data.domains["cleveland"].inputs
-    assert isinstance(cleveland, np.ndarray)
     assert (cleveland[:, 7] == 0).all()
     assert np.abs(cleveland[:, :6].mean(axis=0)).max() < 0.15
     # The files as UCI publishes them give the same numbers.
@@ -247,8 +240,6 @@ def test_pacs_features_and_the_official_split() -> None:
     data = built(name="pacs_features")
     for name, (samples, train, held_out) in PACS_COUNTS.items():
         domain = data.domains[name]
-        assert domain.train_rows is not None
-        assert domain.test_rows is not None
         assert (len(domain), len(domain.train_rows), len(domain.test_rows)) == (samples, train, held_out)
         assert sorted([*domain.train_rows.tolist(), *domain.test_rows.tolist()]) == list(range(samples))
     assert data.input_shape == (1280,)

@@ -377,7 +377,6 @@ def test_each_site_writes_in_its_own_way(tmp_path: Path) -> None:
         }
     )
     given = alone.gives()
-    assert given is not None
     assert given["total"][1] == pytest.approx(300)
     assert given["count"] == [3, 2]
     agreed = two_sites(tmp_path, missing_values={}, per_site={"south": whole.per_site["south"]}).build()

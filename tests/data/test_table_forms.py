@@ -140,7 +140,6 @@ def test_what_sites_cannot_agree_on_is_refused_in_a_deployment(tmp_path: Path) -
         one.model_copy(update={**alone, "impute": {"age": 1.0}}).gives()
     # Which numbers mean missing is each site's own affair: only sums of the others leave. NORTH has the ages 40, 50.
     given = one.model_copy(update={**alone, "missing_values": {"age": (40.0,)}}).gives()
-    assert given is not None
     assert given["count"] == [1]
     assert given["total"] == [50.0]
     # Nor does an encoding from elsewhere choose what a missing cell is read as, or which column is shown.

@@ -38,5 +38,4 @@ def test_rows_are_named_and_read_as_those_that_trained(tmp_path: Path) -> None:
     path = tmp_path / "new.csv"
     path.write_text('7,"hello, you"\n8,bye\n')
     table = table_to_predict(path, encoding.preprocessing(TableFormat(header="none", columns=("pid", "note")), "pid"))
-    assert table is not None
     assert list(table.column("note")) == ["hello, you", "bye"]

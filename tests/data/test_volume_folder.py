@@ -196,7 +196,6 @@ def test_volumes_with_masks(tmp_path: Path) -> None:
     data = VolumeFolder(root=with_masks(tmp_path / "scans"), size=(8, 8, 8), window=(500, 1000)).build()
     assert (data.task, data.classes, data.input_shape) == ("segmentation", ("lesion",), (1, 8, 8, 8))
     for domain in data.domains.values():
-        assert domain.masks is not None
         grey = np.asarray(domain.inputs)[:, 0]
         assert np.array_equal(domain.masks[:, 0][grey > 129], np.ones((grey > 129).sum()))
         assert not domain.masks[:, 0][grey < 127].any()
@@ -212,8 +211,6 @@ def test_classes_and_patients(tmp_path: Path) -> None:
     data = VolumeFolder(root=tmp_path / "scans", size=(4, 6, 8)).build()
     assert (data.task, data.classes, data.input_shape) == ("classification", ("ill", "well"), (1, 4, 6, 8))
     first, second = (domain.groups for domain in data.domains.values())
-    assert first is not None
-    assert second is not None
     assert len(set(first)) == 3  # both of those who are well are one patient
     assert not set(first) & set(second)
     kept = np.asarray(data.domains["a"].inputs)
@@ -232,7 +229,6 @@ def test_spacing_is_common(tmp_path: Path, cache: Path) -> None:
     data = VolumeFolder(root=tmp_path / "scans", size=(16, 16, 16), spacing=(2, 2, 2)).build()
     volume = 4 / 3 * np.pi * 10**3
     for domain in data.domains.values():
-        assert domain.masks is not None
         assert 8 * domain.masks.sum() == pytest.approx(volume, rel=0.08)
         assert 8 * (np.asarray(domain.inputs) > 127).sum() == pytest.approx(volume, rel=0.12)
 

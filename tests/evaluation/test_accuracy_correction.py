@@ -79,7 +79,7 @@ def test_changed_samples_teach_where_a_model_is_too_sure() -> None:
     assert np.mean(by_both) < 0.85 * np.mean(alone)
 
 
-def test_the_tables_of_other_federations_are_those_of_the_benchmark() -> None:
+def test_the_tables_and_the_alarm_are_those_of_the_benchmark() -> None:
     results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
     learned = json.loads((results / "estimate_0_1.json").read_text(encoding="utf-8"))["prior"]
     moments = np.stack([PUBLIC.correction.mean, PUBLIC.correction.deviation, PUBLIC.correction.coefficients], axis=1)
@@ -88,10 +88,7 @@ def test_the_tables_of_other_federations_are_those_of_the_benchmark() -> None:
     np.testing.assert_allclose([*PUBLIC.weights, PUBLIC.alarm], [*alarm["weights"], alarm["alarm"]], atol=1e-3)
     of_sums = [*PUBLIC.sum_weights, PUBLIC.sum_alarm]
     np.testing.assert_allclose(of_sums, [*alarm["sum weights"], alarm["sum alarm"]], atol=1e-3)
-
-
-def test_the_alarm_notices_what_its_targets_say() -> None:
-    """From the signs of each target; all data sets taught the table, so it notices a little more than elsewhere."""
+    # From the signs of each target; all data sets taught the table, so it notices a little more than elsewhere.
     results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "alarm.json"
     targets = json.loads(results.read_text(encoding="utf-8"))["targets"]
     warned = {
@@ -151,24 +148,18 @@ def test_changes_keep_type_and_shape_and_bytes_stay_bytes(seed: int, image: bool
         assert np.isfinite(changed.astype(np.float64)).all()
 
 
-def test_a_model_that_reads_no_value_keeps_every_answer_nearby() -> None:
+def test_samples_nearby_and_drawn_again() -> None:
     inputs = np.random.default_rng(0).normal(size=(20, 3))
     answers = nearby_answers(lambda rows: np.tile([0.3, 0.7], (len(rows), 1)), inputs, Usual.of([inputs]))
     assert answers.shape == (20, 4, 2)
     assert answers[..., 0].all()
     np.testing.assert_allclose(answers[..., 1], 0.7)
-
-
-def test_samples_drawn_again_are_the_sites_own_in_other_frequencies() -> None:
     labels = np.array([0] * 50 + [1] * 40 + [2] * 10)
     shares = [np.bincount(labels[rows], minlength=4) / len(rows) for rows in drawn_again(labels, 4)]
     assert len(shares) == 6
     assert all(share[3] == 0 for share in shares)
     assert max(np.abs(share[:3] - [0.5, 0.4, 0.1]).max() for share in shares) > 0.2
-
-
-def test_nearby_samples_lie_between_a_sample_and_its_like() -> None:
-    """The third are drawn towards the usual mean, the fourth towards another sample; none goes beyond."""
+    # The third are drawn towards the usual mean, the fourth towards another sample; none goes beyond.
     inputs = np.random.default_rng(4).normal(size=(30, 3)).astype(np.float32) + np.float32(2)
     usual, seen = Usual.of([inputs - 1]), list[np.ndarray]()
 

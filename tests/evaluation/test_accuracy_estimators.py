@@ -72,17 +72,14 @@ def test_confidence_is_the_accuracy_of_scores_that_are_right_but_too_sure() -> N
         assert estimate(sums, new) == pytest.approx(accuracy, abs=0.01)
 
 
-def test_the_threshold_leaves_as_many_samples_as_are_right() -> None:
-    """Against the definition, with the samples themselves in place of the histogram."""
+def test_the_threshold_and_transport_are_those_of_their_definitions() -> None:
+    # Against the definition, with the samples themselves in place of the histogram.
     known, labels = drawn(3000, 3, 4)
     new, _ = drawn(2000, 3, 5, sharp=0.6)
     right = (known.argmax(axis=1) == labels).mean()
     threshold = np.quantile(known.max(axis=1), 1 - right)
     found = estimators.thresholded_confidence(sums_of(known, labels), new)
     assert found == pytest.approx((new.max(axis=1) > threshold).mean(), abs=0.015)
-
-
-def test_transport_is_what_a_linear_program_finds() -> None:
     known, labels = drawn(60, 3, 6)
     new, _ = drawn(60, 3, 7)
     sums = sums_of(known, labels)
@@ -107,16 +104,13 @@ def test_moved_frequencies_are_found(share: float) -> None:
     assert estimators.by_confusion(sums, new) == pytest.approx(accuracy, abs=0.02)
 
 
-def test_confusion_explains_samples_of_the_same_site_drawn_otherwise() -> None:
-    """Each label's predictions stay, the labels' shares change: least squares has nothing left over."""
+def test_confusion_and_calibration_know_the_accuracy() -> None:
+    # Each label's predictions stay, the labels' shares change: least squares has nothing left over.
     scores, labels = drawn(600, 3, 10)
     again = np.concatenate([np.flatnonzero(labels == 0).repeat(5), np.flatnonzero(labels > 0)])
     accuracy = (scores[again].argmax(axis=1) == labels[again]).mean()
     assert estimators.by_confusion(sums_of(scores, labels), scores[again]) == pytest.approx(accuracy, abs=0.02)
-
-
-def test_calibration_by_class_and_band_knows_the_accuracy_of_unsure_samples() -> None:
-    """A model that is too sure, and a site whose samples are all unsure: what is right among the like is right here."""
+    # A model that is too sure, and a site whose samples are all unsure: what is right among the like is right here.
     known, labels = drawn(20000, 3, 5, sharp=3.0)
     here, truth = drawn(6000, 3, 6, sharp=3.0)
     unsure = here.max(axis=1) < 0.8
@@ -127,14 +121,11 @@ def test_calibration_by_class_and_band_knows_the_accuracy_of_unsure_samples() ->
     assert estimators.histogram_binning(sums, known) == pytest.approx(sums.accuracy, abs=1e-3)
 
 
-def test_the_norm_is_that_of_the_matrix_of_probabilities() -> None:
+def test_norms_and_agreement_by_their_definitions() -> None:
     shares, _ = drawn(50, 4, 7)
     entries = shares.size
     mano = (np.linalg.norm(shares.reshape(-1), 4) ** 4 / entries) ** 0.25  # the definition of MaNo
     assert estimators.matrix_norm(shares) == pytest.approx(mano * 4**0.25)
-
-
-def test_agreement_is_the_share_of_equal_answers() -> None:
     said = np.array([[0, 1, 1, 0], [0, 1, 0, 0], [1, 1, 1, 0]])
     assert estimators.agreement(np.eye(2)[said]) == pytest.approx(np.mean([0.75, 0.75, 0.5]))
 

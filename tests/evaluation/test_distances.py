@@ -21,11 +21,14 @@ def test_the_nearest_samples_are_those_of_scikit_learn() -> None:
     assert samples.apart(here).nearest == pytest.approx(np.log(np.median(distances) / samples.usual), abs=1e-4)
 
 
-def test_units_of_all_sites_alike_change_nothing() -> None:
+def test_units_and_constant_columns_change_nothing() -> None:
     draw = np.random.default_rng(1)
     there, here = draw.normal(size=(200, 3)), draw.normal(1, 1, (100, 3))
     one, other = (Samples.of([there * unit]).apart(here * unit) for unit in (1.0, 12.0))
     assert astuple(one) == pytest.approx(astuple(other), abs=1e-4)
+    draw = np.random.default_rng(3)
+    rows = np.concatenate([draw.normal(size=(100, 3)), np.ones((100, 5))], axis=1)
+    assert abs(Samples.of([rows]).apart(rows).spread) < 0.01
 
 
 @pytest.mark.parametrize(("unit", "more"), [(1.0, False), (3.0, True), (0.2, True)])
@@ -46,12 +49,6 @@ def test_samples_with_other_means_are_apart(offset: float, more: bool) -> None:
     spread, _, moved = beyond(Samples.of(there).apart(here), usual)
     assert spread < 1
     assert (moved > 1.5) == more
-
-
-def test_columns_that_never_vary_count_for_nothing() -> None:
-    draw = np.random.default_rng(3)
-    rows = np.concatenate([draw.normal(size=(100, 3)), np.ones((100, 5))], axis=1)
-    assert abs(Samples.of([rows]).apart(rows).spread) < 0.01
 
 
 def test_the_same_scores_of_far_samples_are_a_warning() -> None:

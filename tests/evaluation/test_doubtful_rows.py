@@ -39,12 +39,6 @@ def test_whatever_the_odd_rows_are_the_share_is_within(odd: int, others: int, da
     assert low - 1e-9 <= whole <= high + 1e-9
 
 
-def test_all_right_of_ten_is_within() -> None:
-    assert of_whole_rows(0.5, 0.96, 10) == (0.5, 1.0)
-    assert of_whole_rows(0.04, 0.5, 10) == (0.0, 0.5)
-    assert of_whole_rows(0.5, 0.94, 10) == (0.5, 0.94)
-
-
 def site(seed: int, n: int = 300) -> LeftOut:
     rng = np.random.default_rng(seed)
     second = rng.beta(0.5, 0.5, n)
@@ -65,14 +59,6 @@ def test_intervals_of_copies_cover_and_those_of_rows_that_are_taken_for_many_do_
     assert np.mean(covered) > np.mean(narrow)
 
 
-def test_no_number_of_a_sample_is_a_reason() -> None:
-    scores = site(9).scores
-    scores[3] = np.nan
-    found = estimate_accuracy({name: site(at) for at, name in enumerate("abc")}, scores)
-    assert found.abstain
-    assert found.reasons == ("the model gives no probabilities for 1 of 300 samples: their values are too large",)
-
-
 def test_odd_rows_widen_every_interval_and_too_many_leave_none() -> None:
     known, here = {name: site(at) for at, name in enumerate("abc")}, site(9)
     wide = [estimate_accuracy(known, here.scores, unusual="column 'age'", odd_rows=share) for share in (0.0, 0.2, 0.9)]
@@ -83,3 +69,11 @@ def test_odd_rows_widen_every_interval_and_too_many_leave_none() -> None:
     assert wide[2].abstain
     assert "since column 'age'" in wide[2].reasons[0]
     assert all(measure.estimate is None for measure in wide[2].measures.values())
+    scores = site(9).scores
+    scores[3] = np.nan
+    found = estimate_accuracy({name: site(at) for at, name in enumerate("abc")}, scores)
+    assert found.abstain
+    assert found.reasons == ("the model gives no probabilities for 1 of 300 samples: their values are too large",)
+    assert of_whole_rows(0.5, 0.96, 10) == (0.5, 1.0)
+    assert of_whole_rows(0.04, 0.5, 10) == (0.0, 0.5)
+    assert of_whole_rows(0.5, 0.94, 10) == (0.5, 0.94)

@@ -14,16 +14,11 @@ def told(**support: list[int]) -> list[str]:
     return list(_rates([result]))
 
 
-def test_large_and_small_sites_of_one_rate_are_alike() -> None:
+def test_gaps_in_rates_and_single_classes_are_told() -> None:
     assert told(small=[30, 10], large=[3000, 1000]) == []
-
-
-def test_the_largest_gap_is_told() -> None:
     (text,) = told(north=[45, 5], south=[300, 700])
     assert "ill is 10.0 % of the samples at north and 70.0 % at south" in text
 
-
-def test_one_class_is_told_where_nothing_else_says_what_guessing_reaches() -> None:
     def told_of(baseline: float | None) -> list[str]:
         site = SimpleNamespace(site="north", support=[0, 30], samples=30, baseline=baseline)
         return list(_one_class([cast(Any, SimpleNamespace(classes=("healthy", "ill"), targets=[site]))]))

@@ -42,9 +42,16 @@ def test_wilson_as_newcombe_prints_it(right: int, labels: int, low: float, high:
     assert (found.low / 100, found.high / 100) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_all_labels_leave_nothing_open() -> None:
+def test_all_labels_one_class_or_nothing_to_draw() -> None:
     found = accuracy_of(np.arange(40) < 30, at_random(40, 40))
     assert (found.low, found.value, found.high) == pytest.approx((75, 75, 75), abs=1e-3)
+    assert auroc_of([1, 1, 1], [0.2, 0.3, 0.4], at_random(3)) is None
+    with pytest.raises(UserError, match="nothing to draw"):
+        draw(np.zeros((0, 2)), 10)
+    with pytest.raises(UserError, match="1 label or more"):
+        draw(np.full((5, 2), 0.5), 0)
+    assert len(draw(np.full((5, 2), 0.5), 10).rows) == 5
+    assert Interval(50.0, 40.0, 60.0).width == 20.0
 
 
 @pytest.mark.parametrize("sureness", [0.3, 1.0, 3.0])
@@ -101,17 +108,12 @@ def test_the_interval_for_auroc_is_newcombes(number: int) -> None:
     """Its ends are where the squared distance is z² of the variance of Hanley and McNeil there."""
     labels, scores = patients(np.random.default_rng(number), number, 2.0, 1.0)
     found = auroc_of(labels, scores[:, 1], at_random(number))
-    assert found is not None
     assert found.value == pytest.approx(100 * roc_auc_score(labels, scores[:, 1]))
     m, n, z = labels.sum(), (1 - labels).sum(), NormalDist().inv_cdf(0.95)
     for end in (found.low / 100, found.high / 100):
         middle = (m + n) / 2 - 1
         variance = end * (1 - end) * (1 + middle * (1 - end) / (2 - end) + middle * end / (1 + end)) / (m * n)
         assert (found.value / 100 - end) ** 2 == pytest.approx(z**2 * variance, rel=1e-6)
-
-
-def test_one_class_among_the_labels_has_no_auroc() -> None:
-    assert auroc_of([1, 1, 1], [0.2, 0.3, 0.4], at_random(3)) is None
 
 
 @pytest.mark.parametrize(("value", "width"), [(80.0, 10.0), (95.0, 5.0), (60.0, 20.0)])
@@ -140,12 +142,3 @@ def test_what_is_expected_of_a_list_is_about_what_comes() -> None:
     drawn = draw(scores, 80)
     came = accuracy_of(right[drawn.rows], drawn)
     assert expected_interval(scores, drawn, 100 * right.mean()).width == pytest.approx(came.width, rel=0.3)
-
-
-def test_nothing_to_draw_is_said() -> None:
-    with pytest.raises(UserError, match="nothing to draw"):
-        draw(np.zeros((0, 2)), 10)
-    with pytest.raises(UserError, match="1 label or more"):
-        draw(np.full((5, 2), 0.5), 0)
-    assert len(draw(np.full((5, 2), 0.5), 10).rows) == 5
-    assert Interval(50.0, 40.0, 60.0).width == 20.0

@@ -36,28 +36,30 @@ def ball(radius: float, side: int = 41) -> Any:
     return (np.linalg.norm(axes, axis=0) <= radius)[None, None]
 
 
-def test_by_hand() -> None:
+def test_masks_by_hand() -> None:
     a, b = square(2, 2, 4), square(2, 4, 4)  # 8 of 16 pixels in common, moved by 2
     assert dice(a, b).item() == 50
     assert hd95(a, b).item() == 2
     assert hd95(square(0, 0, 1), square(3, 4, 1)).item() == 5
-
-
-def test_balls_by_their_radii() -> None:
-    """Volumes are as r³, and surfaces of balls around one centre are as far apart as their radii differ."""
+    # Volumes are as r³, and surfaces of balls around one centre are as far apart as their radii differ.
     large, small = ball(16), ball(10)
     assert dice(large, small).item() == pytest.approx(200 * 10**3 / (10**3 + 16**3), rel=0.01)
     assert hd95(large, small).item() == pytest.approx(6, abs=0.5)
     assert hd95(large, large).item() == 0
-
-
-def test_empty_masks() -> None:
     empty = np.zeros((1, 1, 12, 12), dtype=bool)
     assert dice(empty, empty).item() == 100
     assert hd95(empty, empty).item() == 0
     assert dice(empty, square(0, 0, 3)).item() == 0
     assert hd95(empty, square(0, 0, 3)).item() == pytest.approx(11 * math.sqrt(2))
     assert hd95(np.zeros((1, 1, 5, 5, 5), bool), np.ones((1, 1, 5, 5, 5), bool)).item() == pytest.approx(4 * 3**0.5)
+    a = np.concatenate([square(0, 0, 4), square(4, 4, 4)])
+    both = np.concatenate([a, square(0, 0, 4).repeat(2, axis=0)], axis=1)
+    assert dice(both, both[:, ::-1]).shape == (2, 2)
+    assert dice(both, both[:, ::-1]).tolist() == [[100, 100], [0, 0]]
+    with pytest.raises(ValueError, match="shape"):
+        dice(square(0, 0, 2), square(0, 0, 2, size=13))
+    with pytest.raises(ValueError, match="no images"):
+        hd95(square(0, 0, 2)[:0], square(0, 0, 2)[:0])
 
 
 @given(st.integers(0, 999), st.integers(0, 999))
@@ -77,20 +79,6 @@ def test_against_scipy_and_monai(one: int, other: int) -> None:
     assert dice(a, b) == dice(b, a)
     assert dice(a, a).item() == 100
     assert 0 <= dice(a, b).item() <= 100
-
-
-def test_every_image_and_structure_has_its_own_number() -> None:
-    a = np.concatenate([square(0, 0, 4), square(4, 4, 4)])
-    both = np.concatenate([a, square(0, 0, 4).repeat(2, axis=0)], axis=1)
-    assert dice(both, both[:, ::-1]).shape == (2, 2)
-    assert dice(both, both[:, ::-1]).tolist() == [[100, 100], [0, 0]]
-
-
-def test_what_cannot_be_compared() -> None:
-    with pytest.raises(ValueError, match="shape"):
-        dice(square(0, 0, 2), square(0, 0, 2, size=13))
-    with pytest.raises(ValueError, match="no images"):
-        hd95(square(0, 0, 2)[:0], square(0, 0, 2)[:0])
 
 
 ALONE = """

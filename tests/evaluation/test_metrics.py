@@ -26,6 +26,14 @@ def test_hand_numbers() -> None:
     assert accuracy(predictions, labels) == 60.0
     assert per_class_accuracy(predictions, labels, 4) == [pytest.approx(200 / 3), None, 50.0, None]
     assert confusion_matrix(predictions, labels, 3).tolist() == [[2, 1, 0], [0, 0, 0], [1, 0, 1]]
+    labels = np.full(3, 200, dtype=np.uint8)
+    assert per_class_accuracy(labels, labels, 201)[200] == 100.0
+    assert harmonic_mean(98.5, 93.0) == pytest.approx(95.671018, abs=1e-6)
+    assert harmonic_mean(0.0, 0.0) == 0.0
+    assert harmonic_mean(0.0, 80.0) == 0.0
+    for bad in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="negative"):
+            harmonic_mean(bad, 50.0)
 
 
 @given(pairs)
@@ -50,26 +58,12 @@ def test_accuracy_is_the_mean_of_the_classes_by_their_size(drawn: list[tuple[int
     assert weighted / len(labels) == pytest.approx(accuracy(predictions, labels))
 
 
-def test_small_integers_do_not_overflow() -> None:
-    labels = np.full(3, 200, dtype=np.uint8)
-    assert per_class_accuracy(labels, labels, 201)[200] == 100.0
-
-
 @pytest.mark.parametrize(
     ("predictions", "labels"), [([0, 1], [0]), ([], []), ([[0]], [[0]]), ([3], [0]), ([0], [3]), ([-1], [0])]
 )
 def test_bad_input(predictions: list[int], labels: list[int]) -> None:
     with pytest.raises(ValueError, match=r"shape|samples|lie in"):
         confusion_matrix(np.array(predictions, dtype=int), np.array(labels, dtype=int), 3)
-
-
-def test_harmonic_mean() -> None:
-    assert harmonic_mean(98.5, 93.0) == pytest.approx(95.671018, abs=1e-6)
-    assert harmonic_mean(0.0, 0.0) == 0.0
-    assert harmonic_mean(0.0, 80.0) == 0.0
-    for bad in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="negative"):
-            harmonic_mean(bad, 50.0)
 
 
 @settings(max_examples=30)

@@ -13,7 +13,7 @@ def record(target: dict[str, float], source: dict[str, float]) -> RoundRecord:
     return RoundRecord(round=1, target_accuracy=target, source_accuracy=source, seconds=1, mini_batches=1)
 
 
-def test_the_score_of_a_round() -> None:
+def test_scores_and_distances_of_rounds_and_runs() -> None:
     both = record({"a": 50.0, "b": 70.0}, {"c": 100.0, "d": 80.0})
     assert both.target_mean == 60
     assert both.source_mean == 90
@@ -23,9 +23,6 @@ def test_the_score_of_a_round() -> None:
     assert record({"a": 60.0}, {}).score(both=False) == 60
     assert record({}, {"c": 90.0}).score(both=True) is None
     assert record({"a": 0.0}, {"c": 0.0}).score(both=True) == 0
-
-
-def test_distances_of_a_round_are_averaged() -> None:
     masks = RoundRecord(
         round=1, target_accuracy={"a": 1, "b": 2}, target_hausdorff={"a": 3.0, "b": 8.0}, seconds=1, mini_batches=1
     )
@@ -36,6 +33,15 @@ def test_distances_of_a_round_are_averaged() -> None:
     assert newer.hd95_mean == 3
     assert newer.model_dump()["target_hd95"] == {"a": 2.0, "b": 4.0}
     assert record({"a": 1.0}, {}).hausdorff_mean is None
+    one_side, both_sides = result(), result(labelled=["c"], unlabelled=["t"])
+    assert one_side.score() == one_side.accuracy() == 60
+    assert both_sides.score() == pytest.approx(72)
+    assert both_sides.score("oracle") == pytest.approx(2 * 75 * 25 / 100)
+    assert both_sides.accuracy("oracle") == 75
+    assert both_sides.source_accuracy("oracle") == 25
+    assert both_sides.score("source") is None
+    assert both_sides.hausdorff() == 4
+    assert both_sides.hausdorff("oracle") is None
 
 
 def result(**changes: Any) -> RunResult:
@@ -46,15 +52,3 @@ def result(**changes: Any) -> RunResult:
         "classes": ["x"], "rounds": 2, "seconds": 1, "mini_batches": 1, "threads": 1, "device": "cpu",
     }  # fmt: skip
     return RunResult(**{**whole, **changes})
-
-
-def test_the_score_of_a_run() -> None:
-    one_side, both_sides = result(), result(labelled=["c"], unlabelled=["t"])
-    assert one_side.score() == one_side.accuracy() == 60
-    assert both_sides.score() == pytest.approx(72)
-    assert both_sides.score("oracle") == pytest.approx(2 * 75 * 25 / 100)
-    assert both_sides.accuracy("oracle") == 75
-    assert both_sides.source_accuracy("oracle") == 25
-    assert both_sides.score("source") is None
-    assert both_sides.hausdorff() == 4
-    assert both_sides.hausdorff("oracle") is None

@@ -24,39 +24,41 @@ def record(number: int, target: float | None, *sources: float) -> RoundRecord:
     )
 
 
-def test_each_rule_and_its_ties() -> None:
+def test_each_rule_by_hand() -> None:
     # Mean accuracy of the sources: 80, 90, 90; of the target: 70, 60, 70.
     rounds = [record(1, 70, 70, 90), record(2, 60, 95, 85), record(3, 70, 90, 90)]
     assert LastRound().select(rounds) == 2
     assert SourceValidation().select(rounds) == 1
     assert Oracle().select(rounds) == 0
-
-
-def test_source_validation_takes_the_mean_and_not_the_best_source() -> None:
     assert SourceValidation().select([record(1, 50, 100, 0), record(2, 50, 60, 60)]) == 1
-
-
-def test_no_held_out_part_means_no_source_selected_round() -> None:
     rounds = [record(1, 70), record(2, 60)]
     assert SourceValidation().select(rounds) is None
     assert selected_rounds(rounds)["source"] is None
-
-
-def test_a_chosen_round_keeps_its_distances() -> None:
-    """Each under its own name; the older records have only one of both."""
-    distances = {"target_hausdorff": {"t": 9.0}, "target_hd95": {"t": 4.0}}
-    rounds = [record(1, 70, 80).model_copy(update=distances), record(2, 60, 70)]
-    chosen = selected_rounds(rounds)["source"]
-    assert chosen is not None
-    assert (chosen.hausdorff, chosen.hd95) == (9.0, 4.0)
-
-
-def test_rounds_that_were_not_measured_are_not_chosen() -> None:
     rounds = [record(5, 60, 70), record(10, None, 99), record(15, 50, 60)]
     assert SourceValidation().select(rounds) == 0
     assert Oracle().select(rounds) == 0
     with pytest.raises(ValueError, match="last"):
         selected_rounds(rounds[:2])
+    assert selection_rule("oracle") == Oracle()
+    with pytest.raises(UserError, match="oracle"):
+        selection_rule("orcale")
+
+
+def test_what_a_chosen_round_says_is_of_that_round() -> None:
+    distances = {"target_hausdorff": {"t": 9.0}, "target_hd95": {"t": 4.0}}
+    rounds = [record(1, 70, 80).model_copy(update=distances), record(2, 60, 70)]
+    chosen = selected_rounds(rounds)["source"]
+    assert (chosen.hausdorff, chosen.hd95) == (9.0, 4.0)
+    measured = record(7, 50, 60, 70).model_copy(
+        update={"target_accuracy": {"a": 40.0, "b": 60.0}, "per_class": [None, 5]}
+    )
+    last = selected_rounds([measured])["last"]
+    sites = {**measured.target_accuracy, **measured.source_accuracy}
+    assert last == SelectedRound(round=7, accuracy=50.0, source_accuracy=65.0, sites=sites, per_class=[None, 5])
+    chosen = selected_rounds([record(1, 80, 60), record(2, 50, 70)])
+    oracle, last = chosen["oracle"], chosen["last"]
+    assert (oracle.accuracy, oracle.source_accuracy) == (80.0, 60.0)
+    assert (last.accuracy, last.source_accuracy) == (50.0, 70.0)
 
 
 @pytest.mark.parametrize("rule", [LastRound(), SourceValidation(), Oracle()])
@@ -70,39 +72,12 @@ def test_oracle_is_an_upper_bound_and_the_first_best(values: list[tuple[int, int
     rounds = [record(index, float(target), float(source)) for index, (target, source) in enumerate(values)]
     chosen = selected_rounds(rounds)
     last, source, oracle = chosen["last"], chosen["source"], chosen["oracle"]
-    assert last is not None
-    assert source is not None
-    assert oracle is not None
     assert oracle.accuracy >= max(last.accuracy, source.accuracy)
     assert oracle.round == [target for target, _ in values].index(max(target for target, _ in values))
     assert source.round == [part for _, part in values].index(max(part for _, part in values))
 
 
-def test_selected_round_carries_what_was_measured() -> None:
-    measured = record(7, 50, 60, 70).model_copy(
-        update={"target_accuracy": {"a": 40.0, "b": 60.0}, "per_class": [None, 5]}
-    )
-    last = selected_rounds([measured])["last"]
-    sites = {**measured.target_accuracy, **measured.source_accuracy}
-    assert last == SelectedRound(round=7, accuracy=50.0, source_accuracy=65.0, sites=sites, per_class=[None, 5])
-
-
-def test_what_a_chosen_round_says_is_of_that_round() -> None:
-    chosen = selected_rounds([record(1, 80, 60), record(2, 50, 70)])
-    oracle, last = chosen["oracle"], chosen["last"]
-    assert oracle is not None
-    assert last is not None
-    assert (oracle.accuracy, oracle.source_accuracy) == (80.0, 60.0)
-    assert (last.accuracy, last.source_accuracy) == (50.0, 70.0)
-
-
-def test_rule_by_name() -> None:
-    assert selection_rule("oracle") == Oracle()
-    with pytest.raises(UserError, match="oracle"):
-        selection_rule("orcale")
-
-
-def test_a_record_survives_writing_and_reading() -> None:
+def test_records_survive_writing_and_refuse_what_cannot_be() -> None:
     written = RoundRecord(
         round=1,
         target_accuracy={"t": 12.5},
@@ -114,9 +89,6 @@ def test_a_record_survives_writing_and_reading() -> None:
     text = written.model_dump_json()
     assert "\n" not in text
     assert RoundRecord.model_validate_json(text) == written
-
-
-def test_records_refuse_what_cannot_be() -> None:
     for bad in (-1.0, 100.1, math.nan):
         with pytest.raises(ValidationError):
             record(1, bad)

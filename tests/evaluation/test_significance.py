@@ -40,9 +40,6 @@ def test_the_worked_differences() -> None:
     assert found.p == pytest.approx(1 - 12**0.5 / 14**0.5)
     # One degree of freedom is Cauchy's distribution: t = 1 has p = 1/2.
     assert t_test([0.0, 1.0]).p == pytest.approx(0.5)
-
-
-def test_without_a_spread_there_is_no_test() -> None:
     assert t_test([10.0]) == TTest(1, 10.0, None, None)
     assert t_test([10.0]).t is None
     assert t_test([0.1 + 0.2, 0.3]).p is None  # equal but for rounding
@@ -60,8 +57,8 @@ PENICILLIN = """
 lme4, data set Penicillin; numbers from vincentarelbundock/Rdatasets, csv/lme4/Penicillin.csv)."""
 
 
-def test_the_mixed_model_of_lme4_has_these_numbers() -> None:
-    """lme4, lmer(diameter ~ 1 + (1 | plate) + (1 | sample)), REML: intercept 22.9722, standard error 0.8086."""
+def test_the_mixed_model_of_lme4_and_statsmodels_has_these_numbers() -> None:
+    # lme4, lmer(diameter ~ 1 + (1 | plate) + (1 | sample)), REML: intercept 22.9722, standard error 0.8086.
     numbers = list(map(float, PENICILLIN.split()))
     plates = [numbers[start : start + 6] for start in range(0, len(numbers), 6)]
     found = cluster_test(plates)
@@ -69,10 +66,7 @@ def test_the_mixed_model_of_lme4_has_these_numbers() -> None:
     turned = cluster_test(list(zip(*plates, strict=True)))
     assert (turned.n, turned.p, turned.freedom) == (6, pytest.approx(found.p), pytest.approx(found.freedom))
     assert turned.freedom == pytest.approx(reml(np.array(plates))[1], rel=1e-3)
-
-
-def test_statsmodels_has_these_numbers() -> None:
-    """statsmodels 0.15.0, MixedLM with the variance components of targets and seeds, REML: 3.3 with 1.3489."""
+    # statsmodels 0.15.0, MixedLM with the variance components of targets and seeds, REML: 3.3 with 1.3489.
     table = [[7.1, 5.9, 6.4], [2.2, 1.0, 2.1], [4.9, 3.5, 4.6], [1.3, 0.4, 0.2]]
     found = cluster_test(table)
     assert (found.mean, found.standard_error) == (pytest.approx(3.3), pytest.approx(1.3489, abs=1e-4))
@@ -133,7 +127,6 @@ def test_degrees_of_freedom_stay_within_those_of_its_parts() -> None:
     draw = np.random.default_rng(1)
     for _ in range(200):
         freedom = cluster_test(draw.normal(0, 1, (4, 3)).tolist()).freedom
-        assert freedom is not None
         assert 2 <= freedom <= 6
 
 
@@ -165,7 +158,6 @@ def test_what_has_no_clusters() -> None:
             cluster_test(table)
     assert cluster_test([[1.0, 1.0], [1.0, 1.0]]) == TTest(2, 1.0, 0.0, None)
     one = compare(results({("a", 0): 60.0, ("a", 1): 62.0}), results({("a", 0): 50.0, ("a", 1): 50.0}))
-    assert one is not None
     assert (one.clustered, one.test) == (None, t_test([10.0, 12.0])), "one target: of that target only"
     both = {("a-b", 0): 60.0, ("a-b", 1): 61.0, ("b-a", 0): 50.0, ("b-a", 1): 53.0}
     pairs = [result.model_copy(update={"labelled": ["a"]}) for result in results(both)]
@@ -174,10 +166,8 @@ def test_what_has_no_clusters() -> None:
     sides = [one.model_copy(update={"selected": {"last": SelectedRound(round=1, accuracy=40.0)}}) for one in pairs]
     value = lambda result, select: result.accuracy(select)  # noqa: E731
     found = compare(pairs, sides, value=value)
-    assert found is not None
     assert (found.clustered, found.test) == (None, found.seeds), "pairs of sites share sites"
     found = compare(shared, results(dict.fromkeys(both, 40.0)))
-    assert found is not None
     assert (found.clustered, found.test) == (None, found.seeds), "one site is measured for both targets"
 
 
@@ -186,43 +176,33 @@ def test_targets_are_no_repeats() -> None:
     first = {("a", 0): 60.0, ("a", 1): 61.0, ("b", 0): 50.0, ("b", 1): 53.0}
     second = {("a", 0): 50.0, ("a", 1): 50.0, ("b", 0): 60.0, ("b", 1): 60.0}
     found = compare(results(first), results(second))
-    assert found is not None
     # a: 10 and 11; b: −10 and −7; averages of the seeds: 0 and 2.
     assert found.targets["a"] == t_test([10.0, 11.0])
     assert found.targets["b"] == t_test([-10.0, -7.0])
     assert found.seeds == t_test([0.0, 2.0])
-    assert found.seeds is not None
     assert (found.seeds.n, found.seeds.mean, found.seeds.t) == (2, 1.0, pytest.approx(1.0))
     assert found.clustered == cluster_test([[10.0, 11.0], [-10.0, -7.0]])
     assert found.test == found.clustered
-    assert found.test is not None
     assert found.test.standard_error == pytest.approx(9.5, abs=0.5), "the targets' means are 10.5 and −8.5"
 
 
-def test_only_what_both_have_is_compared() -> None:
+def test_what_is_compared() -> None:
     first = {("a", 0): 60.0, ("a", 1): 62.0, ("b", 1): 70.0, ("c", 0): 99.0}
     second = {("a", 0): 50.0, ("a", 1): 50.0, ("a", 2): 1.0, ("b", 1): 50.0, ("d", 0): 99.0}
     found = compare(results(first), results(second))
-    assert found is not None
     assert found.targets == {"a": t_test([10.0, 12.0]), "b": t_test([20.0])}
     assert found.seeds == t_test([16.0])  # seed 1 alone has both targets
     assert found.clustered is None, "one seed says nothing of what seeds shift in common"
     apart = compare(results({("a", 0): 1.0, ("b", 1): 2.0}), results({("a", 0): 2.0, ("b", 1): 4.0}))
-    assert apart is not None
     assert apart.seeds is None
     assert apart.test is None
     assert compare(results(first), results({("d", 0): 1.0})) is None
     assert compare(results(first), []) is None
-
-
-def test_the_rule_and_the_value_choose_what_is_compared() -> None:
     first, second = results({("a", 0): 60.0, ("a", 1): 64.0}), results({("a", 0): 50.0, ("a", 1): 50.0})
     oracle = compare(first, second, "oracle")
-    assert oracle is not None
     assert oracle.seeds == t_test([5.0, 7.0])
     assert compare(first, second, "source") is None
     twice = compare(first, second, value=lambda result, select: 2 * (result.score(select) or 0.0))
-    assert twice is not None
     assert twice.seeds == t_test([20.0, 28.0])
 
 
@@ -240,7 +220,6 @@ def test_scipy_agrees(grid: dict[str, list[tuple[float, float]]]) -> None:
     first = {(target, seed): pair[0] for target, pairs in grid.items() for seed, pair in enumerate(pairs)}
     second = {(target, seed): pair[1] for target, pairs in grid.items() for seed, pair in enumerate(pairs)}
     found = compare(results(first), results(second))
-    assert found is not None
     seeds = range(len(next(iter(grid.values()))))
     tests = [
         (found.seeds, [[fmean(pairs[seed][side] for pairs in grid.values()) for seed in seeds] for side in (0, 1)])
@@ -249,7 +228,6 @@ def test_scipy_agrees(grid: dict[str, list[tuple[float, float]]]) -> None:
         (found.targets[target], [[pair[side] for pair in pairs] for side in (0, 1)]) for target, pairs in grid.items()
     ]
     for test, (one, other) in tests:
-        assert test is not None
         assert test.n == len(seeds)
         if test.p is not None and (test.standard_error or 0) > 1e-6:
             reference = stats.ttest_rel(one, other)
@@ -265,12 +243,6 @@ def test_order_and_sign(grid: dict[str, list[tuple[float, float]]], chance: obje
     second = {(target, seed): pair[1] for target, pairs in grid.items() for seed, pair in enumerate(pairs)}
     there, back = compare(results(first), results(second)), compare(results(second), results(first))
     reordered = compare(list(reversed(results(first))), results(second))
-    assert there is not None
-    assert back is not None
-    assert reordered is not None
-    assert there.test is not None
-    assert back.test is not None
-    assert reordered.test is not None
     assert back.test.mean == pytest.approx(-there.test.mean)
     assert back.test.p == (None if there.test.p is None else pytest.approx(there.test.p))
     assert reordered.test.mean == pytest.approx(there.test.mean)

@@ -103,12 +103,6 @@ def test_what_is_always_wrong_has_the_least_correlation_and_no_less(first: int, 
     assert -100 <= site_metrics("a", "target", scored).values["mcc"] <= -100 + 1e-9
 
 
-def test_rounding_takes_no_metric_past_its_bounds() -> None:
-    assert ENTRIES["mcc"].within(-100.00000000000001) == -100
-    assert ENTRIES["auroc"].within(100.00000000000001) == 100
-    assert ENTRIES["r2"].within(-1e9) == -1e9
-
-
 def test_intervals_are_as_wide_as_the_binomial_says() -> None:
     scored = drawn(400, 2)
     low, high = intervals(outcomes(scored), ["accuracy"], None, 2000)["accuracy"]
@@ -133,8 +127,8 @@ def test_samples_of_one_patient_are_drawn_together() -> None:
     assert width["apart"] < 0.7 * width["one"]
 
 
-def test_calibration_by_hand() -> None:
-    """Scores 0.15, 0.15 (none positive), 0.85 × 3 (one positive): gaps 15 and 85 − 33.3, weighted 2 to 3."""
+def test_calibration_and_bounds_by_hand() -> None:
+    # Scores 0.15, 0.15 (none positive), 0.85 × 3 (one positive): gaps 15 and 85 − 33.3, weighted 2 to 3.
     p = np.array([0.15, 0.15, 0.85, 0.85, 0.85])
     scored = Scored(np.array([0, 0, 1, 0, 0]), (p > 0.5).astype(np.int64), np.stack([1 - p, p], axis=1))
     found = site_metrics("a", "target", scored)
@@ -143,28 +137,9 @@ def test_calibration_by_hand() -> None:
         (pytest.approx(85), pytest.approx(100 / 3), 3),
     ]
     assert found.values["calibration_error"] == pytest.approx((2 * 15 + 3 * (85 - 100 / 3)) / 5)
-
-
-def test_what_one_class_leaves_out() -> None:
-    scored = drawn(30, 2)
-    only = Scored(np.ones(30, dtype=np.int64), scored.predicted, scored.scores)
-    found = site_metrics("a", "target", only, threshold=0.5, resamples=20)
-    assert set(found.values) == {"accuracy", "balanced_accuracy", "sensitivity", "brier", "calibration_error"}
-    assert found.majority == 100.0
-    assert site_metrics("a", "held_out", only).threshold is None
-    three = drawn(40, 3)
-    two_of_three = Scored(np.minimum(three.labels, 1), three.predicted, three.scores)
-    areas = [roc_auc_score(two_of_three.labels == c, three.scores[:, c]) for c in (0, 1)]
-    assert site_metrics("a", "target", two_of_three).values["auroc"] / 100 == pytest.approx(np.mean(areas), abs=1e-12)
-
-
-def test_scores_that_are_no_numbers_leave_the_accuracy() -> None:
-    scored = drawn(20, 2)
-    scored.scores[3] = np.nan
-    assert set(site_metrics("a", "target", scored, resamples=20).values) == {"accuracy"}
-
-
-def test_the_threshold_of_the_sources() -> None:
+    assert ENTRIES["mcc"].within(-100.00000000000001) == -100
+    assert ENTRIES["auroc"].within(100.00000000000001) == 100
+    assert ENTRIES["r2"].within(-1e9) == -1e9
     labels, scores = np.array([0, 0, 0, 1, 1]), np.array([0.1, 0.2, 0.62, 0.6, 0.9], dtype=np.float32)
     # From 0.21 to 0.60 both ill are found and one of three healthy is not; 0.5 is the nearest to itself.
     assert best_threshold(labels, scores) == 0.5
@@ -176,7 +151,17 @@ def test_the_threshold_of_the_sources() -> None:
     assert common_threshold([]) is None
 
 
-def test_few_samples_hide_their_class_and_their_bin() -> None:
+def test_what_few_samples_and_one_class_leave_out() -> None:
+    scored = drawn(30, 2)
+    only = Scored(np.ones(30, dtype=np.int64), scored.predicted, scored.scores)
+    found = site_metrics("a", "target", only, threshold=0.5, resamples=20)
+    assert set(found.values) == {"accuracy", "balanced_accuracy", "sensitivity", "brier", "calibration_error"}
+    assert found.majority == 100.0
+    assert site_metrics("a", "held_out", only).threshold is None
+    three = drawn(40, 3)
+    two_of_three = Scored(np.minimum(three.labels, 1), three.predicted, three.scores)
+    areas = [roc_auc_score(two_of_three.labels == c, three.scores[:, c]) for c in (0, 1)]
+    assert site_metrics("a", "target", two_of_three).values["auroc"] / 100 == pytest.approx(np.mean(areas), abs=1e-12)
     scored = drawn(60, 2)
     labels = np.zeros(60, dtype=np.int64)
     labels[:4] = 1
@@ -189,3 +174,6 @@ def test_few_samples_hide_their_class_and_their_bin() -> None:
     assert all(count >= 5 for *_, count in found.reliability)
     whole = site_metrics("a", "target", few)
     assert 60 - sum(count for *_, count in found.reliability) >= 5 or len(found.reliability) == len(whole.reliability)
+    scored = drawn(20, 2)
+    scored.scores[3] = np.nan
+    assert set(site_metrics("a", "target", scored, resamples=20).values) == {"accuracy"}

@@ -56,9 +56,6 @@ def test_rows_by_hand() -> None:
         Row(method="fedavg", target="b", select="last", n=2, mean=75.0, standard_error=5.0, seeds=[70.0, 80.0]),
         Row(method="fedavg", target="average", select="last", n=2, mean=65.0, standard_error=5.0, seeds=[60.0, 70.0]),
     ]
-
-
-def test_order_is_that_of_first_appearance_unless_told() -> None:
     results = [result("z", "t2", 0, 1.0), result("a", "t1", 0, 1.0)]
     assert [(row.method, row.target) for row in rows(results)] == [
         ("z", "t2"), ("z", "average"), ("a", "t1"), ("a", "average"),
@@ -67,23 +64,14 @@ def test_order_is_that_of_first_appearance_unless_told() -> None:
     assert [(row.method, row.target) for row in told] == [
         ("a", "t1"), ("a", "average"), ("z", "t1"), ("z", "t2"), ("z", "average"),
     ]  # fmt: skip
-
-
-def test_average_takes_only_seeds_that_have_every_target() -> None:
     found = rows([result("m", "a", 0, 10.0), result("m", "a", 1, 20.0), result("m", "b", 1, 40.0)])
     average = found[-1]
     assert (average.target, average.n, average.mean, average.standard_error) == ("average", 1, 30.0, None)
     nothing_common = rows([result("m", "a", 0, 10.0), result("m", "b", 1, 40.0)])
     assert [row.target for row in nothing_common] == ["a", "b"]
-
-
-def test_results_without_the_selected_round_do_not_count() -> None:
     found = rows([result("m", "a", 0, 10.0, source=30.0), result("m", "a", 1, 20.0)], "source")
     assert [(row.target, row.n, row.mean) for row in found] == [("a", 1, 30.0), ("average", 1, 30.0)]
     assert rows([result("m", "a", 0, 10.0)], "source") == []
-
-
-def test_a_part_may_occur_once() -> None:
     with pytest.raises(ValueError, match=r"m at a .*0"):
         rows([result("m", "a", 0, 10.0), result("m", "a", 0, 10.0)])
 

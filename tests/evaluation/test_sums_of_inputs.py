@@ -53,8 +53,8 @@ def test_sums_over_sites_say_what_their_samples_say(seed: int, image: bool) -> N
     np.testing.assert_allclose(usual.deviation, expected.deviation, rtol=1e-4, atol=1e-4)
 
 
-def test_values_of_few_samples_are_told_as_the_usual_one() -> None:
-    """No sum says whether a person is there who alone has a value."""
+def test_few_samples_and_the_alarm() -> None:
+    # No sum says whether a person is there who alone has a value.
     rows = np.zeros((30, 3))
     rows[:, 0] = np.arange(30)
     rows[:9, 1], rows[:10, 2] = 1, 1
@@ -65,9 +65,6 @@ def test_values_of_few_samples_are_told_as_the_usual_one() -> None:
     # Of ten samples that all differ from the usual value none is that of many.
     assert Moments.of(np.arange(10.0)[:, None], least=10).total.tolist() == [0]
     assert Moments.of(np.full((10, 1), 7.0), least=10).total.tolist() == [70]
-
-
-def test_the_alarm_reads_no_nearest_samples_where_one_side_knows_none() -> None:
     known, sums = [Apart(0.0, 0.5, 0.1), Apart(0.2, 0.4, 0.3)], Apart(0.4, None, 0.9)
     both = beyond(Apart(0.4, 0.1, 0.9), known)
     assert beyond(sums, known) == pytest.approx((both[0], both[2]))

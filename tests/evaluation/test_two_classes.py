@@ -58,9 +58,6 @@ def test_scores_that_moved_move_sensitivity_and_specificity() -> None:
     assert found["auroc"].estimate == pytest.approx(truth[0], abs=3)
     for name, right, there in zip(MEASURES[1:], truth[1:], as_there[1:], strict=True):
         one = found[name]
-        assert one.estimate is not None
-        assert one.low is not None
-        assert one.high is not None
         assert one.low <= right <= one.high
         assert abs(one.estimate - right) < 0.75 * abs(there - right)  # moved and other frequencies look much alike
 
@@ -110,8 +107,6 @@ def test_they_come_with_the_accuracy_and_not_without_it() -> None:
     assert found.measures.keys() == set(MEASURES)
     assert found.plain()["measures"]["auroc"]["estimate"] == found.measures["auroc"].estimate
     low, high = found.measures["sensitivity"].low, found.measures["sensitivity"].high
-    assert low is not None
-    assert high is not None
     assert low <= 100 * recall_score(new.labels, new.scores[:, 1] >= 0.3) <= high
     alike = estimate_accuracy(left_out, np.full((50, 2), 0.5), threshold=0.3)
     assert all(one.estimate is None and one.reason == alike.reasons[0] for one in alike.measures.values())

@@ -13,11 +13,15 @@ from fedshift.evaluation.estimate.choice import SPREAD, choose, margin
 from fedshift.report import choice
 
 
-def test_the_margin_is_the_mean_less_half_a_standard_error() -> None:
+def test_the_margin_and_targets_without_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     gains = [12.0, -3.0, 5.0, 9.0]
     error = np.hypot(sem(gains), SPREAD / np.sqrt(4))
     assert margin(gains) == pytest.approx(np.mean(gains) - error / 2)
     assert margin([9.0, 9.0]) is None
+    made = {"a": SimpleNamespace(gains={"recipe": [1.0]}), "b": SimpleNamespace(gains={})}
+    monkeypatch.setattr(choice, "choice_at", lambda collected, target, estimates: made[target])
+    unmeasured = [SimpleNamespace(result=SimpleNamespace(target=target)) for target in "aba"]
+    assert choice.choices(cast(Any, SimpleNamespace(unmeasured=unmeasured)), {}) == (made["a"],)
 
 
 @pytest.mark.parametrize(
@@ -41,10 +45,3 @@ def test_where_adapting_gains_nothing_on_average_it_is_seldom_chosen() -> None:
     gained = [choose({"a": list(draw.normal(8, 4, 5))}) is not None for _ in range(500)]
     assert np.mean(taken) < 0.1
     assert np.mean(gained) > 0.9
-
-
-def test_a_target_to_which_nothing_adapted_has_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {"a": SimpleNamespace(gains={"recipe": [1.0]}), "b": SimpleNamespace(gains={})}
-    monkeypatch.setattr(choice, "choice_at", lambda collected, target, estimates: made[target])
-    unmeasured = [SimpleNamespace(result=SimpleNamespace(target=target)) for target in "aba"]
-    assert choice.choices(cast(Any, SimpleNamespace(unmeasured=unmeasured)), {}) == (made["a"],)

@@ -29,9 +29,6 @@ def test_everything_in_the_order_of_the_experiment(experiment: Path) -> None:
     ]  # fmt: skip
     # The plan has 3 × 2 × 2 parts, 4 of them not even begun.
     assert found.progress == "5 of 12 runs unfinished"
-
-
-def test_order_without_a_plan_is_natural(experiment: Path) -> None:
     (experiment / "order.json").unlink()
     found = collect(experiment)
     assert found.order.methods == ["csac", "fedavg"]
@@ -53,13 +50,7 @@ def test_any_folder_of_the_tree_will_do(experiment: Path, below: str, count: int
     assert (found.name, len(found.results), found.progress) == ("exp", count, progress)
 
 
-def test_several_experiments(experiment: Path, write_part: Write) -> None:
-    write_part("fedavg", "a", 0, 50.0, experiment="other")
-    with pytest.raises(UserError, match=r"2 experiments \(exp, other\)"):
-        collect(experiment.parent)
-
-
-def test_nothing_there(experiment: Path, tmp_path: Path) -> None:
+def test_nothing_there_or_several_experiments(experiment: Path, tmp_path: Path, write_part: Write) -> None:
     with pytest.raises(UserError, match="did you mean 'exp'"):
         collect(experiment.parent / "expp")
     (tmp_path / "empty").mkdir()
@@ -69,6 +60,9 @@ def test_nothing_there(experiment: Path, tmp_path: Path) -> None:
         collect(experiment / "order.json")
     with pytest.raises(UserError, match=r"no finished run.*1 begun"):
         collect(experiment / "csac" / "M5" / "seed-1")
+    write_part("fedavg", "a", 0, 50.0, experiment="other")
+    with pytest.raises(UserError, match=r"2 experiments \(exp, other\)"):
+        collect(experiment.parent)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"method": "fedavg"}', "\x00\xff"])
@@ -97,7 +91,10 @@ def test_a_copy_of_a_part_is_refused(experiment: Path) -> None:
 
 @pytest.mark.case("files of earlier versions", "the order of an experiment without a digest is read")
 @pytest.mark.case("files of earlier versions", "a damaged name of a digest does not pass for an older file")
-def test_an_order_of_before_digests_is_read(experiment: Path) -> None:
+def test_orders_that_are_corrupt_or_without_digests(experiment: Path) -> None:
+    write_object(experiment / "order.json", {"methods": 3})
+    with pytest.raises(UserError, match=r"order\.json.*methods"):
+        collect(experiment)
     path = experiment / "order.json"
     planned = {"methods": ["fedavg", "csac"], "targets": ["M15", "M5"], "seeds": [0, 1]}
     path.write_text(json.dumps(planned))
@@ -105,12 +102,6 @@ def test_an_order_of_before_digests_is_read(experiment: Path) -> None:
     write_object(path, planned)
     path.write_text(path.read_text().replace("_sha256", "_sha257"))
     with pytest.raises(UserError, match=r"order\.json is damaged"):
-        collect(experiment)
-
-
-def test_corrupt_order_is_named(experiment: Path) -> None:
-    write_object(experiment / "order.json", {"methods": 3})
-    with pytest.raises(UserError, match=r"order\.json.*methods"):
         collect(experiment)
 
 
@@ -135,11 +126,8 @@ def test_natural_order_holds_for_any_names(names: list[str]) -> None:
     assert all(first <= second for first, second in pairwise(keys))
 
 
-def test_numbers_in_names_count_as_numbers() -> None:
+def test_numbers_in_names_and_sites_of_many() -> None:
     assert sorted(["M100", "art", "M15", "M5"], key=natural) == ["art", "M5", "M15", "M100"]
-
-
-def test_a_site_of_many_has_its_own_number_and_no_classes_of_all() -> None:
     last = SelectedRound(
         round=2, accuracy=75.0, sites={"a": 70.0, "b": 80.0}, common={"x": 60.0}, per_class=[50.0, 100.0]
     )

@@ -148,11 +148,9 @@ def test_a_table_says_the_steps_of_its_pooled_rows() -> None:
     assert conditions([masf])["masf"].steps == 20  # as before the record had the option: one of each of three domains
     assert conditions([run("fedavg")])["fedavg"].steps is None
     said = steps_said(deepall, masf, pooled_row("dger"), run("fedavg"))
-    assert said is not None
     assert "deepall 60; masf, dger 20." in said
     assert "only those of equal steps are alike" in said
     equal = steps_said(deepall, pooled_row("masf", domain_batches="split"))
-    assert equal is not None
     assert "60 in every pooled row" in equal
     rounded = pooled_row("dmg").model_copy(update={"options": {**pooled_row("dmg").options, "training": {
         "augmentation": AS_THEY_ARE, "mini_batches": {"a": 30, "b": 20, "c": 11}}}})  # fmt: skip
@@ -219,15 +217,12 @@ def test_ties_are_level(gap: float) -> None:
     assert "0.00 points" not in comparison(rival)
 
 
-def test_the_question_says_who_read_the_target() -> None:
+def test_who_read_the_target_or_takes_part_is_said() -> None:
     found = judged({"csac": 70.0, "fedavg": 60.0}, {"csac": {"classifier_at_new_site": 16}})
     assert found.question.startswith("Does it work at a new site?")
     assert "csac" in found.question
     assert "fedavg" not in found.question
     assert "without labels" not in judged({"csac": 70.0, "fedavg": 60.0}, {}).question
-
-
-def test_sites_that_take_part_without_labels_are_no_new_sites() -> None:
     found = judged({"kd3a": 70.0, "fedavg": 60.0}, {name: {"kind": "adapt_to_one"} for name in ("kd3a", "fedavg")})
     assert "takes part without labels" in first_sentence(found)
     assert any("takes part without labels" in line for _, lines in paragraphs(found) for line in lines)

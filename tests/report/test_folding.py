@@ -72,21 +72,26 @@ def test_blocks_hold_every_cell_once(methods: list[str], targets: list[str], wid
     assert back == {name: dict(zip(targets, cells, strict=True)) for name, *cells in rows}
 
 
-def test_blocks_are_as_few_as_fit_and_alike() -> None:
+def test_blocks_names_and_words_fold() -> None:
     rows = [["fedavg", *["70.00 ±1.00"] * 5]]
     wide = Folded(["method", "a", "b", "c", "d", "e"], rows)
     sizes = {
         width: [len(head) - 1 for head, *_ in blocks_of(printed(wide, width))] for width in (80, 72, 60, 45, 33, 24)
     }
     assert sizes == {80: [5], 72: [5], 60: [3, 2], 45: [3, 2], 33: [2, 2, 1], 24: [1, 1, 1, 1, 1]}
-
-
-def test_long_names_fold_and_lose_no_letter() -> None:
     name = "a-method-with-a-name-that-is-longer-than-the-terminal-is-wide"
     lines = printed(Folded(["method", "east"], [[name, "70.00 ±1.00"]]), 40)
     assert max(map(len, lines)) <= 40
     assert sum("70.00 ±1.00" in line for line in lines) == 1, "the number stands in one line"
     assert "".join(line.split()[0] for line in lines[1:]) == name
+    words = "sums of models, and single replies of the sites that hold no label at all"
+    lines = printed(Folded(["method", "reads", "bytes"], [["fedavg", words, "1,234,567"]], words=(1,)), 48)
+    assert max(map(len, lines)) <= 48
+    assert " ".join(line.replace("1,234,567", "").replace("fedavg", "").strip() for line in lines[1:]).split() == (
+        words.split()
+    )
+    assert len(blocks_of(lines)) == 1
+    assert any("[red]no" in line for line in printed(Folded(["a", "b"], [["[red]no", "1"]]), 80))
 
 
 @pytest.mark.parametrize("width", [8, 14, 20, 24])
@@ -95,20 +100,6 @@ def test_a_number_wider_than_the_terminal_folds(width: int) -> None:
     lines = printed(Folded(["m", "east"], [["x", number]]), width)
     assert max(map(len, lines)) <= width
     assert "".join("".join(lines[1:]).split()).removeprefix("x") == number
-
-
-def test_words_fold_and_numbers_do_not() -> None:
-    words = "sums of models, and single replies of the sites that hold no label at all"
-    lines = printed(Folded(["method", "reads", "bytes"], [["fedavg", words, "1,234,567"]], words=(1,)), 48)
-    assert max(map(len, lines)) <= 48
-    assert " ".join(line.replace("1,234,567", "").replace("fedavg", "").strip() for line in lines[1:]).split() == (
-        words.split()
-    )
-    assert len(blocks_of(lines)) == 1
-
-
-def test_markup_of_strangers_is_text() -> None:
-    assert any("[red]no" in line for line in printed(Folded(["a", "b"], [["[red]no", "1"]]), 80))
 
 
 @pytest.fixture
@@ -131,7 +122,6 @@ def test_few_methods_at_many_targets_stand_on_their_side(long_ones: Path) -> Non
         (line,) = [line for line in lines[: first + 1] if line.split()[:1] == [target]]
         for method in table.methods:
             cell = table.cells[method][target]
-            assert cell is not None
             assert f"{cell.mean} ±{cell.error}" in line
     upright = printed(terminal(table), 300)
     assert sum(line.split()[:1] == ["average"] for line in upright) == 0, "there is room for a line for each method"

@@ -30,33 +30,24 @@ def folder(write_part: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path / "runs" / "exp"
 
 
-def test_the_worst_few_and_the_average_have_a_column(folder: Path) -> None:
+def test_the_worst_few_have_a_column_and_files_keep_all(folder: Path) -> None:
     lines = markdown(report_of(collect(folder)).table).splitlines()
     assert lines[0] == "| method | t00 | t01 | t02 | t03 | t04 | average |"
     assert lines[2].split("|")[-2].strip().strip("*") == f"{fmean(range(50, 90)):.2f}"
     assert "The 5 worst of 40 targets have a column; files in CSV and JSON have all." in lines
     assert all(len(line) < 600 for line in lines)
-
-
-def test_files_keep_all(folder: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(as_csv(report_of(collect(folder)).table))))
     assert len({row["target"] for row in rows}) == TARGETS + 1
-
-
-def test_the_page_has_no_column_each(folder: Path) -> None:
     page = write_page(folder, whole_report(collect(folder))).read_text(encoding="utf-8")
     grids = re.findall(r"<thead>.*?</thead>", page, re.DOTALL)
     assert grids
     assert max(grid.count("<th") for grid in grids) < MOST_COLUMNS
 
 
-def test_few_targets_are_as_they_were(write_part: Callable[..., Path], tmp_path: Path) -> None:
+def test_few_targets_are_as_they_were_and_long_lists_end(write_part: Callable[..., Path], tmp_path: Path) -> None:
     for number in range(MOST_COLUMNS):
         write_part("fedavg", f"t{number:02}", 0, 50.0 + number)
     table = report_of(collect(tmp_path / "runs" / "exp")).table
     assert with_worst_columns(table) is table
-
-
-def test_long_lists_end() -> None:
     assert join_names([]) == ""
     assert join_names(["a", "b", "c"], most=2) == "a, b and 1 more"

@@ -49,7 +49,7 @@ def measured(tmp_path: Path, write_part: Write) -> Path:
     return tmp_path / "runs" / "exp"
 
 
-def test_another_measure_has_the_same_rows(measured: Path) -> None:
+def test_other_measures_the_worst_site_and_intervals(measured: Path) -> None:
     rows = json.loads(as_json(report_of(collect(measured), "last", "auroc").table))
     places = [(row["method"], row["target"]) for row in rows]
     assert places == [(row["method"], row["target"]) for row in json.loads(as_json(report_of(collect(measured)).table))]
@@ -57,13 +57,22 @@ def test_another_measure_has_the_same_rows(measured: Path) -> None:
     assert (first["mean"], first["seeds"], first["majority"]) == (75.0, [74.0, 76.0], 60.0)
     assert first["interval"] == [67.0, 79.0]
     assert "interval" not in rows[2]  # of an average
-
-
-def test_an_unknown_measure_is_named(measured: Path) -> None:
     with pytest.raises(UserError, match="auroc"):
         report_of(collect(measured), "last", "aurco")
     with pytest.raises(UserError, match="dice"):
         report_of(collect(measured), "last", "dice")
+    worst = next(one for one in report_of(collect(measured)).table.more if "worst site" in one.columns)
+    cells = {(method, name): cell for method, line in worst.cells.items() for name, cell in line.items() if cell}
+    assert cells["fedavg", "worst site"].row.seeds == [80.0, 82.0]
+    assert cells["fedavg", "gap between sites"].row.seeds == [10.0, 10.0]
+    assert not any(cell.best for cell in cells.values())  # no test says what differs there
+    assert "csac north, fedavg north" in markdown(worst)
+    text = markdown(next(one for one in report_of(collect(measured)).table.more if "interval" in one.measure.title))
+    assert "| fedavg | 73.00 to 85.00 | 83.00 to 95.00 |" in text
+    results = [run.result for run in collect(measured).runs][:2]
+    first = results[0].sites[0].model_copy(update={"reliability": [(25.0, 40.0, 90)]})
+    pooled = pooled_reliability([results[0].model_copy(update={"sites": [first]}), results[1]])
+    assert pooled == [(pytest.approx(23.75), pytest.approx(32.5), 120), (80.0, 100.0, 10)]
 
 
 def test_old_results_have_dashes_and_say_why(experiment: Path) -> None:
@@ -71,20 +80,6 @@ def test_old_results_have_dashes_and_say_why(experiment: Path) -> None:
     assert {cell for line in found.cells.values() for cell in line.values()} == {None}
     assert "run the experiment again" in markdown(found)
     assert json.loads(as_json(found)) == []
-
-
-def test_the_worst_site_and_the_gap(measured: Path) -> None:
-    worst = next(one for one in report_of(collect(measured)).table.more if "worst site" in one.columns)
-    cells = {(method, name): cell for method, line in worst.cells.items() for name, cell in line.items() if cell}
-    assert cells["fedavg", "worst site"].row.seeds == [80.0, 82.0]
-    assert cells["fedavg", "gap between sites"].row.seeds == [10.0, 10.0]
-    assert not any(cell.best for cell in cells.values())  # no test says what differs there
-    assert "csac north, fedavg north" in markdown(worst)
-
-
-def test_intervals_are_a_table_of_their_own(measured: Path) -> None:
-    text = markdown(next(one for one in report_of(collect(measured)).table.more if "interval" in one.measure.title))
-    assert "| fedavg | 73.00 to 85.00 | 83.00 to 95.00 |" in text
 
 
 def test_the_headline_is_the_first_table_and_the_pages(measured: Path) -> None:
@@ -117,12 +112,4 @@ def test_one_class_and_rates_that_differ_are_warnings(write_part: Write, tmp_pat
     assert any("60.0 %" in text and "100.0 % at north" in text for text in said)
     found = report_of(collect(tmp_path / "runs" / "exp"), "last", "auroc").table
     assert found.cells["fedavg"]["north"] is None
-    assert found.cells["fedavg"]["average"] is not None
     assert found.cells["fedavg"]["average"].partial
-
-
-def test_bins_are_pooled_by_their_samples(measured: Path) -> None:
-    results = [run.result for run in collect(measured).runs][:2]
-    first = results[0].sites[0].model_copy(update={"reliability": [(25.0, 40.0, 90)]})
-    pooled = pooled_reliability([results[0].model_copy(update={"sites": [first]}), results[1]])
-    assert pooled == [(pytest.approx(23.75), pytest.approx(32.5), 120), (80.0, 100.0, 10)]

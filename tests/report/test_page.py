@@ -54,7 +54,7 @@ def parsed(text: str) -> Balanced:
     return parser
 
 
-def test_page_is_well_formed_and_fetches_nothing(experiment: Path) -> None:
+def test_the_page_is_whole_quiet_and_says_what_it_must(experiment: Path) -> None:
     text = page(whole_report(collect(experiment)))
     assert all(address.startswith(("#", "data:text/csv")) for address in parsed(text).fetched)
     assert "://" not in text
@@ -64,10 +64,6 @@ def test_page_is_well_formed_and_fetches_nothing(experiment: Path) -> None:
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
     assert "default-src 'none'" in policy, "the browser refuses every request"
     assert f"script-src 'sha256-{digest}'" in policy, "and every script but this one"
-
-
-def test_page_says_what_it_must(experiment: Path) -> None:
-    text = page(whole_report(collect(experiment)))
     for piece in (
         "<h1>exp</h1>", "Does it work at a new site?", "5 of 12 runs unfinished", "85.00", "upper bound",
         "Accuracy over rounds", "Megabytes per run", "csac − fedavg", "torch", "made up", "&lt;dog&gt;", "How to read",
@@ -76,18 +72,11 @@ def test_page_says_what_it_must(experiment: Path) -> None:
     # csac is 4 better at M15 for both seeds and 5 better at M5 for one, which alone has both targets.
     missing = '<td class="missing">–</td>'
     assert f"<td>+4.50</td>{4 * missing}<td>1</td>{missing}" in text
-
-
-def test_headline_comes_before_oracle(experiment: Path) -> None:
-    text = page(whole_report(collect(experiment)))
     assert text.index('id="result"') < text.index('id="others"')
     headline = text[text.index('id="result"') : text.index('id="curves"')]
     assert "last round" in headline
     assert "82.50" not in headline  # fedavg's oracle accuracy at M15
-
-
-def test_page_is_a_pure_function_of_the_files(experiment: Path) -> None:
-    assert page(whole_report(collect(experiment))) == page(whole_report(collect(experiment)))
+    assert page(whole_report(collect(experiment))) == text
 
 
 @pytest.mark.threat("script_in_a_name")
@@ -165,7 +154,7 @@ def test_curves_average_targets_within_a_seed(experiment: Path, monkeypatch: pyt
     assert drawn["local mini-batches per site"]["fedavg"][0] == (10.0, 20.0)
 
 
-def test_svg_follows_the_colours_of_the_page() -> None:
+def test_figures_of_many_methods_follow_the_page() -> None:
     figure = bytes_by_kind({"a": {"up": {"weights": 1e6, "statistics": 5e5}, "down": {}}})
     text = svg(figure, "sizes & more")
     assert text.startswith("<svg viewBox=")
@@ -173,9 +162,6 @@ def test_svg_follows_the_colours_of_the_page() -> None:
     assert not re.search(r"#[0-9a-f]{6}", text)
     assert "var(--s7)" in text
     assert "1.5" in text
-
-
-def test_many_methods_and_a_single_round() -> None:
     curves = {"round": {f"m{index}": ([1], [50.0 + index], None) for index in range(12)}}
     lines = accuracy_over_rounds(curves).axes[0].get_lines()
     looks = {(line.get_color(), line.get_linestyle()) for line in lines}

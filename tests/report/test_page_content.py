@@ -221,10 +221,34 @@ def test_metrics_show_no_empty_columns_and_count_the_classes(write_part: Write) 
     assert "Samples at c: 1 of x, 2 of y, 3 of z." in text
 
 
-def test_no_panel_cuts_a_curve() -> None:
+def test_panels_layers_shares_and_reliability() -> None:
     low, high = {"a": ([1, 2], [10.0, 20.0], None)}, {"a": ([1, 2], [80.0, 95.0], None)}
     axes = accuracy_at_targets({"x": high, "y": low, "z": high, "u": low}).axes
     assert all(one.get_ylim()[0] <= 10 and one.get_ylim()[1] >= 95 for one in axes)
+
+    def line(number: int, share: float) -> RoundRecord:
+        weights = {"conv": {"a": share, "b": 1 - share}, "head": {"a": 0.5, "b": 0.5}}
+        return RoundRecord(round=number, target_accuracy={}, seconds=1, mini_batches=1, aggregation_weights=weights)
+
+    found = weights_by_layer([[line(1, 0.5), line(2, 0.9)], [line(1, 0.5), line(2, 0.7)]])
+    assert list(found) == ["conv", "head"]
+    rounds, mean, _ = found["conv"]["a"]
+    assert (rounds, mean) == ([1, 2], [0.5, pytest.approx(0.8)])
+    assert weights_by_layer([[line(1, 0.5).model_copy(update={"aggregation_weights": {"a": 1.0}})]]) == {}
+
+    def run(*classes: str) -> RunResult:
+        return RunResult.model_construct(
+            data={"training_samples": {"a": 10}},
+            classes=list(classes),
+            sites=[SiteMetrics.model_construct(site="a", support=[4, 6], samples=10)],
+        )
+
+    alike, other = _sites([run("cat", "dog"), run("cat", "dog")]), _sites([run("cat", "dog"), run("cat", "fox")])
+    assert (alike.ranges["a"]["training"], alike.shares) == ((10, 10), {"a": [40.0, 60.0]})
+    assert (other.ranges, other.shares) == (alike.ranges, {})
+    figure = reliability({"fedavg": [(20.0, 30.0, 5), (80.0, 60.0, 5)]})
+    assert figure.axes[0].get_lines()[-1].get_xydata().tolist() == [[20.0, 30.0], [80.0, 60.0]]
+    assert figure.axes[0].get_xlabel().startswith("score")
 
 
 @pytest.mark.parametrize("training", [{"rounds": 8}, {"rounds": 8, "mini_batches": 70}])
@@ -256,22 +280,9 @@ def test_the_file_on_the_page_is_the_experiment(write_part: Write, training: dic
     assert parse(experiment_file(collect(folder))).dump() == given.dump()
 
 
-def test_weights_by_layer() -> None:
-    def line(number: int, share: float) -> RoundRecord:
-        weights = {"conv": {"a": share, "b": 1 - share}, "head": {"a": 0.5, "b": 0.5}}
-        return RoundRecord(round=number, target_accuracy={}, seconds=1, mini_batches=1, aggregation_weights=weights)
-
-    found = weights_by_layer([[line(1, 0.5), line(2, 0.9)], [line(1, 0.5), line(2, 0.7)]])
-    assert list(found) == ["conv", "head"]
-    rounds, mean, _ = found["conv"]["a"]
-    assert (rounds, mean) == ([1, 2], [0.5, pytest.approx(0.8)])
-    assert weights_by_layer([[line(1, 0.5).model_copy(update={"aggregation_weights": {"a": 1.0}})]]) == {}
-
-
 def test_the_page_says_why_it_shows_no_mistakes(write_part: Write) -> None:
     folder = write_part("m", "t", 0, 50.0)
     section = predictions_section(predictions_of(collect(folder.parents[2]).runs, "m"))
-    assert section is not None
     (said,) = section.blocks
     assert isinstance(said, Text)
     assert "no confusion matrices" in said.text
@@ -286,7 +297,6 @@ def test_mistakes_of_the_chosen_method(write_part: Write) -> None:
         kept = SitePredictions("t", "target", np.arange(4), ["w", "x", "y", "z"], scored)
         (folder / "predictions.parquet").write_bytes(as_parquet([kept], ["cat", "<dog>"], {}))
     section = predictions_section(predictions_of(collect(folder.parents[2]).runs, "m"))
-    assert section is not None
     drawn = [block for block in section.blocks if isinstance(block, Figure)]
     tables = read(render("grids.html", grids=[block for block in section.blocks if isinstance(block, Grid)])).tables
     _, *worst = tables["Worst mistakes of m"]
@@ -309,24 +319,3 @@ def test_many_differences_unfold_and_none_is_lost(number: int) -> None:
     assert first.items[-1] == lines[-1]  # says how they were corrected
     assert sorted([*first.items, *(line for part in more for line in part.items)]) == sorted(lines)
     assert [(part.folds, part.title) for part in more] == [(True, f"{number - 6} more differences")] * (number > 7)
-
-
-def test_shares_of_classes_are_shown_where_all_runs_have_the_same_classes() -> None:
-    def run(*classes: str) -> RunResult:
-        return RunResult.model_construct(
-            data={"training_samples": {"a": 10}},
-            classes=list(classes),
-            sites=[SiteMetrics.model_construct(site="a", support=[4, 6], samples=10)],
-        )
-
-    alike, other = _sites([run("cat", "dog"), run("cat", "dog")]), _sites([run("cat", "dog"), run("cat", "fox")])
-    assert alike is not None
-    assert other is not None
-    assert (alike.ranges["a"]["training"], alike.shares) == ((10, 10), {"a": [40.0, 60.0]})
-    assert (other.ranges, other.shares) == (alike.ranges, {})
-
-
-def test_a_reliability_line_has_scores_across_and_shares_upwards() -> None:
-    figure = reliability({"fedavg": [(20.0, 30.0, 5), (80.0, 60.0, 5)]})
-    assert figure.axes[0].get_lines()[-1].get_xydata().tolist() == [[20.0, 30.0], [80.0, 60.0]]
-    assert figure.axes[0].get_xlabel().startswith("score")

@@ -35,15 +35,12 @@ DIGITS = {
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "table.yaml"
 
 
-def test_a_picture_is_the_sample() -> None:
+def test_pictures_and_rows_are_the_samples() -> None:
     experiment = parse(DIGITS)
     stored = experiment.data.build().domains["D0"].inputs[7]
     picture = ShownSamples(experiment).picture("D0", 7)
     assert picture is not None
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(picture))), stored[0])
-
-
-def test_a_row_is_that_of_the_file() -> None:
     samples = ShownSamples(load(EXAMPLE))
     with (EXAMPLE.parent / "tables" / "east.csv").open() as file:
         row = list(csv.DictReader(file))[18]
@@ -55,7 +52,6 @@ def test_features_of_each_site_and_class(tmp_path: Path, monkeypatch: pytest.Mon
     results = fedshift.run(DIGITS, tmp_path)
     runs = results.collected.runs
     section = features_section(placed_of(runs, ["fedavg"], ShownSamples(parse(DIGITS))))
-    assert section is not None
     drawn = section.blocks[0]
     assert isinstance(drawn, Figure)
     lines = list(csv.DictReader(io.StringIO(drawn.csv, newline="")))
@@ -85,7 +81,6 @@ def test_roc_of_several_classes_has_the_mean_area(write_part: Callable[..., Path
     kept = SitePredictions("t", "target", np.arange(120), None, scored)
     (folder / "predictions.parquet").write_bytes(as_parquet([kept], names, {}))
     section = predictions_section(predictions_of(collect(folder).runs, "m"))
-    assert section is not None
     (drawn,) = [block for block in section.blocks if isinstance(block, Figure)]
     points = np.array([line[2:4] for line in csv.reader(io.StringIO(drawn.csv, newline=""))][1:], float) / 100
     assert auc(points[:, 0], points[:, 1]) == pytest.approx(roc_auc_score(labels, scores, multi_class="ovr"), abs=0.02)

@@ -23,7 +23,7 @@ def run(*weights: Mapping[str, Any]) -> list[RoundRecord]:
     ]
 
 
-def test_mean_and_deviation_over_seeds() -> None:
+def test_weights_over_rounds_by_hand() -> None:
     first, second = run({"a": 0.5, "b": 0.5}, {"a": 0.9, "b": 0.1}), run({"a": 0.3, "b": 0.7}, {"a": 0.7, "b": 0.3})
     curves = weights_over_rounds([first, second])
     rounds, mean, spread = curves["a"]
@@ -33,23 +33,14 @@ def test_mean_and_deviation_over_seeds() -> None:
     assert weights_over_rounds([first])["a"] == ([1, 2], [0.5, 0.9], None)
     assert mean_weights([first, second], "b", 2) == pytest.approx(0.2)
     assert mean_weights([first, second], "c", 2) is None
-
-
-def test_a_site_that_was_left_out_has_no_weight_and_a_round_that_one_run_lacks_is_not_shown() -> None:
     curves = weights_over_rounds(
         [run({"a": 0.5, "b": 0.5}, {"a": 1.0}, {"a": 1.0}), run({"a": 0.5, "b": 0.5}, {"a": 1.0})]
     )
     assert curves["a"][0] == [1, 2]
     assert curves["b"][1] == [0.5, 0.0]
-
-
-def test_methods_that_say_no_number_per_site_have_no_curves() -> None:
     assert weights_over_rounds([run({"a": [0.5, 0.5]}), run({"a": [0.5, 0.5]})]) == {}
     assert weights_over_rounds([run({"a": 1.0}), run()]) == {}
     assert weights_over_rounds([]) == {}
-
-
-def test_shares_of_data_do_not_move() -> None:
     assert not moving(weights_over_rounds([run({"a": 0.5}, {"a": 0.5})]).values())
     assert moving(weights_over_rounds([run({"a": 0.5}, {"a": 0.1})]).values())
 

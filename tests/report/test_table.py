@@ -42,11 +42,8 @@ def printed(experiment: Path, width: int) -> str:
     return console.export_text()
 
 
-def test_markdown(experiment: Path) -> None:
+def test_the_forms_of_the_table(experiment: Path) -> None:
     assert markdown(report_of(collect(experiment)).table) == GOLDEN
-
-
-def test_json_has_exactly_the_agreed_shape(experiment: Path) -> None:
     found = json.loads(as_json(report_of(collect(experiment / "fedavg"), "oracle").table))
     assert found == [
         {"method": "fedavg", "target": "M15", "select": "oracle", "n": 2, "mean": 82.5, "standard_error": 1.0,
@@ -59,14 +56,15 @@ def test_json_has_exactly_the_agreed_shape(experiment: Path) -> None:
     one_seed = json.loads(as_json(report_of(collect(experiment / "csac" / "M5")).table))
     assert one_seed[0]["standard_error"] is None
     assert list(one_seed[0]) == ["method", "target", "select", "n", "mean", "standard_error", "seeds"]
-
-
-def test_latex(experiment: Path) -> None:
     text = latex(report_of(collect(experiment)).table)
     assert r"csac & 79.50 & 85.00 $\pm$ 1.00 & 75.00 \\" in text
     assert r"\label{tab:accuracy}" in text
     assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")
     assert "±" not in text
+    assert "held-out" in report_of(collect(experiment), "source").table.sentences[0]
+    assert "upper bound" in report_of(collect(experiment), "oracle").table.sentences[0]
+    results = collect(experiment).results
+    assert table(reversed(results)).methods == ("csac", "fedavg")
 
 
 @pytest.mark.threat("script_in_a_name")
@@ -148,20 +146,10 @@ def test_no_number_is_cut_on_a_narrow_screen(experiment: Path, width: int) -> No
     assert max(map(len, text.splitlines())) <= width
 
 
-def test_selection_is_named_and_the_oracle_called_an_upper_bound(experiment: Path) -> None:
-    assert "held-out" in report_of(collect(experiment), "source").table.sentences[0]
-    assert "upper bound" in report_of(collect(experiment), "oracle").table.sentences[0]
-
-
 def test_source_selection_without_held_out_parts(write_part: Write) -> None:
     folder = write_part("a", "t", 0, 50.0, held_out=False)
     with pytest.raises(UserError, match="test_fraction"):
         report_of(collect(folder), "source")
-
-
-def test_from_results_alone(experiment: Path) -> None:
-    results = collect(experiment).results
-    assert table(reversed(results)).methods == ("csac", "fedavg")
 
 
 def test_picture_is_a_file_of_its_own(write_part: Write) -> None:

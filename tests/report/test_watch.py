@@ -52,7 +52,7 @@ def running(write_part: Write) -> Path:
     return experiment.parent
 
 
-def test_what_runs_have_done(running: Path) -> None:
+def test_what_runs_have_done_and_will_do(running: Path) -> None:
     (one,) = experiments_in(running)
     assert (one.name, one.planned, one.deployment) == ("exp", 4, None)
     by_target = {run.names[1]: run for run in one.runs}
@@ -61,6 +61,12 @@ def test_what_runs_have_done(running: Path) -> None:
     assert by_target["b"].planned_rounds == 8
     assert "NaN" in by_target["c"].failure
     assert one.seconds_left == 4.0, "three of four runs of 2 s are left, and 2 s of them are done"
+    run = running / "exp" / "fedavg" / "b"
+    settings = "training: {rounds: 8, mini_batches: {x: 120, y: 80}}"
+    (run / "seed-0" / "experiment.yaml").write_text(settings)
+    (one,) = experiments_in(running)
+    pace = {record.round: record.mini_batches for record in one.runs[1].rounds}
+    assert one.runs[1].planned_rounds == 2 + (100 - pace[2]) / (pace[2] - pace[1])
 
 
 def test_experiments_that_are_not_finished_come_first(tmp_path: Path, writer: Callable[[Path], Write]) -> None:
@@ -100,15 +106,6 @@ def test_each_site_of_a_run_that_goes_on_says_what_it_sent(running: Path) -> Non
     assert {row[0][0] for row in rows} == {"fedavg / b / seed-0"}
 
 
-def test_a_method_that_trains_less_in_a_round_has_more_rounds(running: Path) -> None:
-    run = running / "exp" / "fedavg" / "b"
-    settings = "training: {rounds: 8, mini_batches: {x: 120, y: 80}}"
-    (run / "seed-0" / "experiment.yaml").write_text(settings)
-    (one,) = experiments_in(running)
-    pace = {record.round: record.mini_batches for record in one.runs[1].rounds}
-    assert one.runs[1].planned_rounds == 2 + (100 - pace[2]) / (pace[2] - pace[1])
-
-
 @pytest.fixture
 def kit(tmp_path: Path) -> Path:
     """A coordinator's kit whose service does not run, with a deployment that has not begun its first run."""
@@ -146,7 +143,6 @@ def test_a_deployment_says_whom_it_waits_for_and_who_does_not_answer(kit: Path) 
         append_event(study / "progress.jsonl", event)
     (one,) = experiments_in(kit)
     assert one.planned == 6
-    assert one.deployment is not None
     assert one.deployment.warnings == ("clock of <south>",)
     last = {site.name: site.last for site in one.deployment.sites}
     assert "round 3" in last["north"]
@@ -223,7 +219,7 @@ def test_a_site_that_is_there_again_is_still_missing_in_the_round_that_it_missed
     assert missing.items == ("north: late (fedavg / east / 0)",)
 
 
-def test_a_reply_that_is_refused_is_no_answer(kit: Path) -> None:
+def test_refused_replies_are_no_answers(kit: Path) -> None:
     refused = [happened("asked", 1), happened("answered", 1), happened("refused", 1, reason="not finite")]
     events = [*refused, happened("asked", 2), happened("answered", 2), happened("refused", 2, reason="not finite")]
     north = heard(kit, *events, happened("asked", 3))["north"]
@@ -237,9 +233,6 @@ def test_a_reply_that_is_refused_is_no_answer(kit: Path) -> None:
     assert not absent.lost, "it is there again"
     assert "round 1" in absent.trouble
     assert absent.since == pytest.approx(0, abs=5)
-
-
-def test_a_site_may_refuse_one_call_and_answer_the_others(kit: Path) -> None:
     measuring = [happened("asked", 1, "measure"), happened("refused", 1, "measure", reason="policy.send")]
     training = [happened("asked", 2), happened("answered", 2)]
     north = heard(kit, *measuring, *training, happened("asked", 2, "measure"))["north"]
