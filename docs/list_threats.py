@@ -10,6 +10,7 @@ with more ids if it shows more. ``tests/test_threat_model.py`` compares rows and
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -55,11 +56,13 @@ def threats() -> list[Threat]:
     return [Threat.model_validate(row) for row in yaml.safe_load(ROWS.read_text(encoding="utf-8"))]
 
 
+@functools.cache
 def marked() -> dict[str, list[str]]:
     """The tests that are marked with each id, as ``file.py::name`` below ``tests/``."""
     tests: defaultdict[str, list[str]] = defaultdict(list)
     for path in sorted(TESTS.rglob("test_*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        text = path.read_text(encoding="utf-8")
+        for node in ast.parse(text).body if "mark.threat" in text else ():
             if isinstance(node, ast.FunctionDef):
                 for threat in _ids(node.decorator_list):
                     tests[threat].append(f"{path.relative_to(TESTS).as_posix()}::{node.name}")

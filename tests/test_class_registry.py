@@ -28,9 +28,9 @@ def test_names_are_found_and_nothing_is_imported_before() -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_an_unknown_name_is_told_with_the_nearest(own: bool) -> None:
-    with pytest.raises(UserError, match=r"'knwon'.*'known'") as told:
+    with pytest.raises(UserError, match=r"'knwon'.*'known'") as caught:
         registry(own=own).find("knwon")
-    assert ("file.py:Class" in str(told.value)) is own
+    assert ("file.py:Class" in str(caught.value)) is own
 
 
 @pytest.mark.parametrize("options", [{}, {"name": 3}, {"name": None}])

@@ -140,7 +140,7 @@ def test_agreements_of_before_hold(tmp_path: Path) -> None:
     assert terms.in_force().models == ({"name": "linear"},)
     assert terms.in_force().splits == (SplitTerm(**split),)
     assert terms.in_force().peers == (Peer(**peer),)
-    assert [(one.number, one.times) for one in terms.requests()] == [(2, 1), (1, 1)]
+    assert [(request.number, request.times) for request in terms.requests()] == [(2, 1), (1, 1)]
     terms.check_peers({"east": "34"})
     with pytest.raises(FedshiftError, match="has not agreed to the certificate of 'east'"):
         terms.check_peers({"east": "other"})

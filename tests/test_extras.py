@@ -64,7 +64,7 @@ def test_its_absence_is_one_line(
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         needs_it(tmp_path)
-    assert f"pip install 'fedshift[{extra}]'" in str(told.value)
-    assert "\n" not in str(told.value)
+    assert f"pip install 'fedshift[{extra}]'" in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -107,14 +107,16 @@ def test_rows_are_predicted_as_fedshift_predicts_their_file(
     assert (status, said["warning"]) == (200, None)
     file = written(tmp_path / "new.csv", rows)
     wanted = exported[0].predict_proba(file)
-    found = [[one["probabilities"][name] for name in exported[0].classes_] for one in said["predictions"]]
+    found = [[prediction["probabilities"][name] for name in exported[0].classes_] for prediction in said["predictions"]]
     np.testing.assert_allclose(found, wanted, atol=1e-6)
-    assert [one["predicted"] for one in said["predictions"]] == exported[0].predict(file).tolist()
+    assert [prediction["predicted"] for prediction in said["predictions"]] == exported[0].predict(file).tolist()
     assert capfd.readouterr() == ("", "")  # no sample, no address in any log
     model, rows = OnnxModel.load(exported[1]), without_labels(patients(9, 5))
     del rows[0]["sex"]
     forwards, backwards = (model.predict(order)["predictions"] for order in (rows, rows[::-1]))
-    assert [one["probabilities"] for one in forwards] == [one["probabilities"] for one in backwards[::-1]]
+    assert [forward["probabilities"] for forward in forwards] == [
+        backward["probabilities"] for backward in backwards[::-1]
+    ]
 
 
 def test_a_batch_that_looks_too_unlike_is_refused_in_the_words_of_fedshift(
@@ -148,7 +150,9 @@ def test_the_estimate_is_that_of_fedshift_from_the_same_scores(
 
 
 def _answers(folder: Path, rows: list[Row]) -> list[str]:
-    return [one["predicted"] for one in OnnxModel.load(folder).predict(without_labels(rows))["predictions"]]
+    return [
+        prediction["predicted"] for prediction in OnnxModel.load(folder).predict(without_labels(rows))["predictions"]
+    ]
 
 
 def test_what_is_no_request_is_refused(port: int) -> None:

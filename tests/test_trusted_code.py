@@ -103,13 +103,13 @@ def command(*words: object) -> SimpleNamespace:
 def test_no_command_runs_the_code_of_an_experiment_unasked(words: tuple[str, ...], experiment: Path) -> None:
     """The file and its SHA-256 are said, nothing is imported, nothing is remembered, and nothing is written."""
     before = sorted(path.name for path in experiment.parent.iterdir())
-    found = command(*words, experiment)
+    result = command(*words, experiment)
     code = read_source(str(experiment.parent / "net" / "code.py"))
-    assert found.code == 2
-    assert str(code.path) in found.error
-    assert code.sha256 in found.error
-    assert "\n" not in found.error
-    assert "--trust" in found.error
+    assert result.code == 2
+    assert str(code.path) in result.error
+    assert code.sha256 in result.error
+    assert "\n" not in result.error
+    assert "--trust" in result.error
     assert ran(experiment.parent) == []
     assert sorted(path.name for path in experiment.parent.iterdir()) == before
 
@@ -136,9 +136,9 @@ def test_a_mapping_in_python_is_the_caller_s_own_word(experiment: Path, settings
 
 
 def test_trust_is_said_once_and_of_this_content_alone(experiment: Path, settings: Path) -> None:
-    found = command("check", experiment, "--trust")
-    assert found.code == 0, found.error
-    assert all(read_source(str(file)).sha256 in found.said for file in experiment.parent.glob("*/code.py"))
+    result = command("check", experiment, "--trust")
+    assert result.code == 0, result.error
+    assert all(read_source(str(file)).sha256 in result.said for file in experiment.parent.glob("*/code.py"))
     assert len(json.loads(settings.read_text())) == 2
     if os.name == "posix":
         assert settings.stat().st_mode & 0o77 == 0
@@ -318,8 +318,8 @@ def test_a_damaged_list_of_what_is_trusted_is_named(text: str, settings: Path, t
 
 
 def test_who_names_code_on_the_command_line_has_chosen_it(experiment: Path, settings: Path) -> None:
-    found = command("methods", f"{experiment.parent / 'method' / 'code.py'}:Mine")
-    assert found.code == 0, found.error
+    result = command("methods", f"{experiment.parent / 'method' / 'code.py'}:Mine")
+    assert result.code == 0, result.error
     assert not settings.exists()
 
 

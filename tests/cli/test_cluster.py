@@ -83,9 +83,9 @@ def test_an_unknown_partition_and_another_refusal(cli: Cli, file: Path, sbatch: 
 def test_what_is_submitted(cli: Cli, file: Path, sbatch: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     words = ["engine.threads=3", "engine.workers=2", "--slurm", "low", "--slurm-jobs", "5", "--slurm-time", "90"]
-    said = cli("run", file, *words, "--slurm-set", "gres=gpu:1", "--wait", "--runs", runs)
-    assert said.code == 0
-    assert "job 7: 5 × 6 cores on low" in said.err
+    result = cli("run", file, *words, "--slurm-set", "gres=gpu:1", "--wait", "--runs", runs)
+    assert result.code == 0
+    assert "job 7: 5 × 6 cores on low" in result.err
     folder, lines = runs / "small" / "slurm", sbatch.read_text().splitlines()
     wanted = (
         "partition=low",

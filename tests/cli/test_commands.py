@@ -181,8 +181,8 @@ def test_names_and_places(tmp_path: Path) -> None:
 
 def test_check(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     _, options = finished
-    said = cli("check", write(tmp_path / "e.yaml", options))
-    assert said.code == 0
+    answer = cli("check", write(tmp_path / "e.yaml", options))
+    assert answer.code == 0
     for word in (
         "3 classes, samples of 1×12×12",
         "mnist_cnn",
@@ -191,7 +191,7 @@ def test_check(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) 
         "training of all runs",
         "raw_data",
     ):
-        assert word in said.out, word
+        assert word in answer.out, word
     assert not (tmp_path / "runs").exists()
 
 

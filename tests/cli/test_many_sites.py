@@ -49,12 +49,12 @@ def test_check_of_many_sites_names_what_is_unlike(cli: Cli, tmp_path: Path) -> N
     }
     file = tmp_path / "e.yaml"
     file.write_text(yaml.safe_dump(experiment), encoding="utf-8")
-    said = cli("check", file, "--runs", tmp_path / "runs")
-    assert said.code == 0, said.err
-    lines = said.out.splitlines()
+    result = cli("check", file, "--runs", tmp_path / "runs")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
     assert len(lines) < FEW + 10
     assert max(map(len, lines)) < 700
-    assert f"{HOSPITALS} domains" in said.out
+    assert f"{HOSPITALS} domains" in result.out
     for what in (
         f"fewest samples, 12: h{SMALLEST:02d}",
         f"without samples of yes: h{LACKING:02d}",
@@ -62,7 +62,7 @@ def test_check_of_many_sites_names_what_is_unlike(cli: Cli, tmp_path: Path) -> N
         f"999 in all of the rows of 'h{EMPTY:02d}'",
         f"{HOSPITALS - 1} of ",
     ):
-        assert what in said.out, what
+        assert what in result.out, what
 
 
 def domain(number: int, **changes: object) -> DomainCheck:

@@ -72,7 +72,7 @@ def test_no_memory_in_a_round(
         raise error
 
     monkeypatch.setattr(round_loop._RunLoop, "to_the_end", fail)
-    said = cli("run", file, "--runs", tmp_path / "runs")
-    assert said.code == 2
-    assert said.err.splitlines()[-1].startswith("error: out of memory on cpu")
-    assert "Traceback" not in said.err
+    result = cli("run", file, "--runs", tmp_path / "runs")
+    assert result.code == 2
+    assert result.err.splitlines()[-1].startswith("error: out of memory on cpu")
+    assert "Traceback" not in result.err

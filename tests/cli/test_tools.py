@@ -142,9 +142,9 @@ def test_predict_guards_its_input(cli: Cli, tmp_path: Path) -> None:
     german = tmp_path / "german.csv"
     german.write_text("Alter;sex;y\n" + "".join(f"{1000 * age:,};m;1\n".replace(",", ".") for age in range(40, 60)))
     options = ["data.rename={Alter: age}", "data.decimal=,", "data.thousands=.", "data.units={age: 0.001}"]
-    said = cli("predict", run, german, *options, "--format", "csv")
-    assert (said.code, len(said.out.splitlines())) == (0, 21)
-    assert "column 'age'" not in said.err
+    result = cli("predict", run, german, *options, "--format", "csv")
+    assert (result.code, len(result.out.splitlines())) == (0, 21)
+    assert "column 'age'" not in result.err
     assert "no column 'age'" in cli("predict", run, german, *options[1:3]).err
     wrong = cli("predict", run, german, "data.decimals=,")
     assert (wrong.code, wrong.out) == (2, "")
@@ -152,9 +152,9 @@ def test_predict_guards_its_input(cli: Cli, tmp_path: Path) -> None:
     assert "how a table is written" in cli("predict", run, german, "training.rounds=3").err
     few = tmp_path / "few.csv"
     few.write_text("age,sex\n" + "50,m\n" * 18 + "50,M\n50,F\n")
-    said = cli("predict", run, few, "--format", "csv")
-    assert (said.code, len(said.out.splitlines())) == (0, 21)
-    assert "10 % of the rows have an unknown category" in said.err
+    result = cli("predict", run, few, "--format", "csv")
+    assert (result.code, len(result.out.splitlines())) == (0, 21)
+    assert "10 % of the rows have an unknown category" in result.err
 
 
 def test_run_tells_the_tracker(

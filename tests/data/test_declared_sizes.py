@@ -39,13 +39,13 @@ def limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def refused(path: Path, read: Callable[[Path], Any]) -> str:
     """The message for a file that declares too much, which is said at once and without memory."""
     before, begun = psutil.Process().memory_info().rss, time.process_time()
-    with pytest.raises(UserError, match=sizes.VARIABLE) as said:
+    with pytest.raises(UserError, match=sizes.VARIABLE) as caught:
         read(path)
     assert psutil.Process().memory_info().rss - before < 100 << 20
     assert time.process_time() - begun < 5
-    assert str(path) in str(said.value)
-    assert "\n" not in str(said.value)
-    return str(said.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def array_file(shape: tuple[int, ...], kind: str = "<f8", version: tuple[int, int] = (1, 0)) -> bytes:
@@ -107,9 +107,9 @@ def test_sizes_of_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.case("declared sizes", "npz: a damaged header, numbers that are missing")
 def test_what_is_damaged_is_still_said_so(tmp_path: Path) -> None:
     for content in (array_file((3,))[:20], array_file((3,)), b"\x93NUMPY\x01\x00\x08\x00{'a': 1}"):
-        with pytest.raises(UserError, match=r"a\.npz") as said:
+        with pytest.raises(UserError, match=r"a\.npz") as caught:
             load_npz(archive_of(tmp_path / "a.npz", x=content))
-        assert sizes.VARIABLE not in str(said.value)
+        assert sizes.VARIABLE not in str(caught.value)
 
 
 @pytest.mark.case("declared sizes", "Parquet: 133 kB with 30 million rows")
@@ -278,18 +278,18 @@ def test_the_file_for_which_there_is_no_memory_is_named(monkeypatch: pytest.Monk
     for name, owner, function, read in cases:
         with monkeypatch.context() as patch:
             patch.setattr(owner, function, _none)
-            with pytest.raises(UserError, match="memory") as said:
+            with pytest.raises(UserError, match="memory") as caught:
                 read(tmp_path / name)
-        assert name in str(said.value)
-        assert "\n" not in str(said.value)
+        assert name in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.case("out of memory", "as Python, NumPy and torch say it; other errors are not")
 def test_what_says_that_there_is_no_memory() -> None:
     def error_of(make: Callable[[], object]) -> BaseException:
-        with pytest.raises(Exception) as said:  # noqa: PT011
+        with pytest.raises(Exception) as caught:  # noqa: PT011
             make()
-        return said.value
+        return caught.value
 
     assert is_out_of_memory(error_of(lambda: np.zeros(2**55)))
     assert is_out_of_memory(error_of(lambda: torch.zeros(2**50)))

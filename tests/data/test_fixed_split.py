@@ -254,10 +254,10 @@ def test_a_list_that_is_none_is_one_line(
 ) -> None:
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
     options = photos(tmp_path, tested)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         ImageFolder.model_validate(options).build()
-    assert all(word in str(told.value) for word in said), told.value
-    assert "\n" not in str(told.value)
+    assert all(word in str(caught.value) for word in said), caught.value
+    assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"no-such-list.* cannot be read"):
         ImageFolder.model_validate(options | {"split": str(tmp_path / "no-such-list")}).build()
 

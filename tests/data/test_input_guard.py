@@ -49,7 +49,7 @@ def shift_of(cells: dict[str, list[Any]]) -> InputShift:
 def test_patients_of_the_same_kind_pass_without_a_word() -> None:
     found = shift_of(patients())
     assert (found.warning, found.refusal) == (None, None)
-    assert {one.name: one.unknown + one.outside + one.missing for one in found.columns} == dict.fromkeys(
+    assert {column.name: column.unknown + column.outside + column.missing for column in found.columns} == dict.fromkeys(
         ("age", "chol", "sex"), 0.0
     )
 

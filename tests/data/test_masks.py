@@ -191,9 +191,9 @@ def break_colour(root: Path) -> None:
 )
 def test_what_is_wrong_is_told_in_one_line(root: Path, fault, message: str) -> None:  # type: ignore[no-untyped-def]
     fault(root)
-    with pytest.raises(UserError, match=message) as told:
+    with pytest.raises(UserError, match=message) as caught:
         MaskFolder(root=root, size=16).build()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_grey_and_colour_when_somebody_says_how(root: Path) -> None:

@@ -853,8 +853,8 @@ def test_damaged_files(tmp_path: Path) -> None:
         whole = path.read_bytes()
         for number in range(50):
             damaged = bytearray(whole)
-            for place in generator.integers(0 if path.suffix == ".nii" else 132, len(whole), 1 + number % 4):
-                damaged[place] = int(generator.integers(256))
+            for position in generator.integers(0 if path.suffix == ".nii" else 132, len(whole), 1 + number % 4):
+                damaged[position] = int(generator.integers(256))
             copy = tmp_path / f"{number}-{path.name}"
             copy.write_bytes(damaged[: len(whole) - (number % 10 == 9) * int(generator.integers(len(whole)))])
             try:

@@ -331,7 +331,7 @@ def test_slices_of_a_patient_stay_together_and_are_predicted_by_name(tmp_path: P
     assert "4.dcm" in str(data.warnings)
     assert data.input_shape == (1, 8, 8)
     groups = {site: domain.groups for site, domain in data.domains.items()}
-    assert all([len(set(part)) for part in np.split(found, [2, 5, 7])] == [1] * 4 for found in groups.values())
+    assert all([len(set(part)) for part in np.split(group, [2, 5, 7])] == [1] * 4 for group in groups.values())
     assert not set(groups["north"]) & set(groups["south"])
     names, inputs = load_for_prediction(tmp_path / "ct" / "south", data.preprocessing)
     assert names[:3] == ["ill/1.dcm", "ill/2.dcm", "ill/3.nii[0]"]

@@ -55,8 +55,8 @@ def test_a_class_that_is_as_frequent_as_the_model_is_right_is_told() -> None:
     rare = estimate_accuracy(known, site(600, 9, 1.0, off=2.0, share=0.97).scores)
     even = estimate_accuracy(known, site(600, 9, 1.0, off=2.0).scores)
     said = "to say it of all may be right as often as the model"
-    assert any(said in one for one in rare.reasons)
-    assert not any(said in one for one in even.reasons)
+    assert any(said in reason for reason in rare.reasons)
+    assert not any(said in reason for reason in even.reasons)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.9])

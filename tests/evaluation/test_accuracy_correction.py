@@ -92,7 +92,9 @@ def test_the_tables_and_the_alarm_are_those_of_the_benchmark() -> None:
     results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "alarm.json"
     targets = json.loads(results.read_text(encoding="utf-8"))["targets"]
     warned = {
-        harmed: [PUBLIC.weights @ one["signs"][:6] > PUBLIC.alarm for one in targets if one["harmed"] == harmed]
+        harmed: [
+            PUBLIC.weights @ target["signs"][:6] > PUBLIC.alarm for target in targets if target["harmed"] == harmed
+        ]
         for harmed in (True, False)
     }
     assert np.mean(warned[True]) > 0.7

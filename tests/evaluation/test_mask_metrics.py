@@ -104,7 +104,7 @@ def test_a_program_imports_the_metrics_of_monai_alone() -> None:
     draws = np.random.default_rng(0)
     masks = [draws.random((2, 2, 7, 8, 9)) > 0.9 for _ in "ab"]
     whole = metrics.compute_hausdorff_distance(
-        *(torch.from_numpy(one).float() for one in masks), include_background=True, percentile=95
+        *(torch.from_numpy(mask).float() for mask in masks), include_background=True, percentile=95
     )
     assert numbers == str(whole.double().tolist())
     assert loaded == "False False"

@@ -218,9 +218,9 @@ def with_note(**about: Any) -> Callable[[pa.Table], pa.Table]:
     ],
 )
 def test_malformed_runs_are_refused_in_a_line(change: Callable[[pa.Table], pa.Table]) -> None:
-    with pytest.raises(UserError, match=r"somewhere/runs\.parquet is malformed") as told:
+    with pytest.raises(UserError, match=r"somewhere/runs\.parquet is malformed") as caught:
         decode(rewritten(made()[RUNS], change), "somewhere/")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -236,9 +236,9 @@ def test_malformed_runs_are_refused_in_a_line(change: Callable[[pa.Table], pa.Ta
 def test_malformed_rounds_are_refused_in_a_line(change: Callable[[pa.Table], pa.Table]) -> None:
     files = made()
     runs = decode(files[RUNS])[0].values()
-    with pytest.raises(UserError, match=r"somewhere/rounds\.parquet is malformed") as told:
+    with pytest.raises(UserError, match=r"somewhere/rounds\.parquet is malformed") as caught:
         [decode_rounds(rewritten(files[ROUNDS], change), "somewhere/").lines(run) for run in runs]
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 30, -1])

@@ -163,7 +163,7 @@ def test_what_has_no_clusters() -> None:
     pairs = [result.model_copy(update={"labelled": ["a"]}) for result in results(both)]
     at_x = SiteMetrics(site="x", part="target", samples=9, support=[4, 5], values={})
     shared = [result.model_copy(update={"sites": [at_x]}) for result in results(both)]
-    sides = [one.model_copy(update={"selected": {"last": SelectedRound(round=1, accuracy=40.0)}}) for one in pairs]
+    sides = [pair.model_copy(update={"selected": {"last": SelectedRound(round=1, accuracy=40.0)}}) for pair in pairs]
     value = lambda result, select: result.accuracy(select)  # noqa: E731
     found = compare(pairs, sides, value=value)
     assert (found.clustered, found.test) == (None, found.seeds), "pairs of sites share sites"

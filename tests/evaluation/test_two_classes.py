@@ -109,5 +109,5 @@ def test_they_come_with_the_accuracy_and_not_without_it() -> None:
     low, high = found.measures["sensitivity"].low, found.measures["sensitivity"].high
     assert low <= 100 * recall_score(new.labels, new.scores[:, 1] >= 0.3) <= high
     alike = estimate_accuracy(left_out, np.full((50, 2), 0.5), threshold=0.3)
-    assert all(one.estimate is None and one.reason == alike.reasons[0] for one in alike.measures.values())
+    assert all(measure.estimate is None and measure.reason == alike.reasons[0] for measure in alike.measures.values())
     assert sums_of(np.full((4, 3), 1 / 3), [0, 1, 2, 0]).by_score is None

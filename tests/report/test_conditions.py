@@ -184,7 +184,9 @@ def judged(rows: dict[str, float], make: dict[str, dict[str, Any]]) -> Verdict:
         for seed in range(3)
     ]
     order = Order(methods=list(rows), targets=list("abcd"), seeds=[0, 1, 2])
-    return verdict_of(Collected("exp", tuple(FinishedRun(Path("x"), one) for one in results), order, 0, len(results)))
+    return verdict_of(
+        Collected("exp", tuple(FinishedRun(Path("x"), result) for result in results), order, 0, len(results))
+    )
 
 
 def test_a_verdict_ranks_within_a_class_and_names_what_differs() -> None:
@@ -192,17 +194,17 @@ def test_a_verdict_ranks_within_a_class_and_names_what_differs() -> None:
     assert found.method == "csac"
     assert found.used == ("augmented images",)
     assert found.rivals == []
-    assert [one.unlike for one in found.peers] == [("without augmented images",)] * 2
+    assert [peer.unlike for peer in found.peers] == [("without augmented images",)] * 2
     assert not first_sentence(found).startswith("Take")
     assert "augmented images" in first_sentence(found)
     assert "without augmented images" in two_sentences(found)
     alike = judged({"csac": 70.0, "fedavg": 60.0}, {})
-    assert [one.name for one in alike.rivals] == ["fedavg"]
+    assert [rival.name for rival in alike.rivals] == ["fedavg"]
     assert first_sentence(alike).startswith("Take csac")
     assert "alike" not in comparison(alike.rivals[0])
     moved = {name: {"augmentation": MOVED} for name in ("csac", "fedavg")}
     both = judged({"csac": 70.0, "fedavg": 60.0, "fedprox": 50.0}, moved)
-    assert [one.name for one in both.rivals] == ["fedavg"]
+    assert [rival.name for rival in both.rivals] == ["fedavg"]
     assert "best of those with augmented images" in first_sentence(both)
 
 

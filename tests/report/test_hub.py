@@ -79,7 +79,7 @@ def test_a_name_that_is_no_repository_is_one_line(name: str) -> None:
 )
 def test_a_refusal_is_one_line_without_the_token(problem: Exception, fake: Hub, tmp_path: Path) -> None:
     fake.problem = problem
-    with pytest.raises(UserError, match="hf auth login") as told:
+    with pytest.raises(UserError, match="hf auth login") as caught:
         push("north/hearts", tmp_path, ["model.onnx"])
-    assert TOKEN not in str(told.value)
-    assert "\n" not in str(told.value)
+    assert TOKEN not in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -224,7 +224,7 @@ def test_metrics_show_no_empty_columns_and_count_the_classes(write_part: Write) 
 def test_panels_layers_shares_and_reliability() -> None:
     low, high = {"a": ([1, 2], [10.0, 20.0], None)}, {"a": ([1, 2], [80.0, 95.0], None)}
     axes = accuracy_at_targets({"x": high, "y": low, "z": high, "u": low}).axes
-    assert all(one.get_ylim()[0] <= 10 and one.get_ylim()[1] >= 95 for one in axes)
+    assert all(ax.get_ylim()[0] <= 10 and ax.get_ylim()[1] >= 95 for ax in axes)
 
     def line(number: int, share: float) -> RoundRecord:
         weights = {"conv": {"a": share, "b": 1 - share}, "head": {"a": 0.5, "b": 0.5}}

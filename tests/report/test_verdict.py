@@ -163,10 +163,10 @@ def test_the_numbers_are_those_of_the_table_and_the_correction_counts_all_looks(
     )
     assert found.looks == 6
     assert {one.role for one in found.against if one.name == "deepall"} == {"pooled"}
-    tests = [(one.comparison.clustered, one.corrected) for one in found.differences]
+    tests = [(difference.comparison.clustered, difference.corrected) for difference in found.differences]
     tests, here = (
         [(test.p, p) for test, p in tests if test],
-        [(one.comparison.seeds, one.here) for one in found.differences],
+        [(difference.comparison.seeds, difference.here) for difference in found.differences],
     )
     for pairs in (tests, [(test.p, p) for test, p in here if test]):
         smallest = min(p for p, _ in pairs)  # type: ignore[type-var]
@@ -176,7 +176,7 @@ def test_the_numbers_are_those_of_the_table_and_the_correction_counts_all_looks(
 def test_the_words_say_what_was_corrected_together_and_one_seed_shows_nothing() -> None:
     found = verdict_of(simulated(np.random.default_rng(3), {"fedavg": 60.0, "moon": 61.0, "csac": 65.0}, own_sd=0.5))
     lines = dict(paragraphs(found))["By how much"]
-    between = [one for one in found.differences if "most frequent class" not in one.name]
+    between = [difference for difference in found.differences if "most frequent class" not in difference.name]
     assert f"all {len(between)} comparisons between methods" in lines[-1]
     assert ("by themselves" in lines[-1]) == (len(found.differences) > len(between))
     found = verdict_of(simulated(np.random.default_rng(4), {"fedavg": 30.0, "csac": 90.0}, seeds=1))
@@ -290,7 +290,10 @@ def test_pooled_methods_and_the_upper_bound_are_never_the_choice() -> None:
     truth = {"fedavg": 60.0, "deepall": 80.0, "oracle": 99.0}
     results = simulated(np.random.default_rng(8), truth).results
     assert verdict_of(gathered(results)).method == "fedavg"
-    own = [one.model_copy(update={"bytes_up": {"raw_data": 1}}) if one.method == "fedavg" else one for one in results]
+    own = [
+        result.model_copy(update={"bytes_up": {"raw_data": 1}}) if result.method == "fedavg" else result
+        for result in results
+    ]
     assert verdict_of(gathered(own)).method == "deepall", "all pool the samples, whatever they are called"
     assert "not private" in first_sentence(verdict_of(gathered(own)))
 
@@ -413,8 +416,10 @@ def test_less_is_better() -> None:
     draw = np.random.default_rng(10)
     collected = simulated(draw, {"fedavg": 40.0, "csac": 20.0}, own_sd=0.5)
     results = [
-        one.model_copy(update={"sites": [guessed(50)[0].model_copy(update={"values": {"brier": one.accuracy()}})]})
-        for one in collected.results
+        result.model_copy(
+            update={"sites": [guessed(50)[0].model_copy(update={"values": {"brier": result.accuracy()}})]}
+        )
+        for result in collected.results
     ]
     order = collected.order.model_copy(update={"headline": "brier"})
     found = verdict_of(Collected("exp", gathered(results).runs, order, 0, len(results)))
