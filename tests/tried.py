@@ -31,3 +31,8 @@ def cases(kind: str, names: str, rows: Mapping[str, Any]) -> pytest.MarkDecorato
     several = " " in names
     each = [case(kind, tried, *(values if several else (values,))) for tried, values in rows.items()]
     return pytest.mark.parametrize(names.split() if several else names, each)
+
+
+def slow(*values: Any) -> Any:
+    """The ``values`` of one run of a test that is left to whoever runs the slow ones too."""
+    return pytest.param(*values, marks=pytest.mark.slow)

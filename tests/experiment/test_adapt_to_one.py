@@ -167,7 +167,7 @@ def test_labels_of_the_target_change_nothing_but_the_oracle(tmp_path: Path) -> N
         where = save(tmp_path / place, a={**kept["a"], "y": labels}, b=kept["b"], c=kept["c"])
         runs[place] = fedshift.run(adapting(where), tmp_path / place / "runs")
     for number, method in enumerate(("source_only", "fedavg", "kd3a", "oracle")):
-        models_of = {place: model_of(tmp_path / place / "runs", method) for place in runs}
+        models_of = {run: model_of(tmp_path / run / "runs", method) for run in runs}
         accuracies = {place: found.runs[number].accuracy() for place, found in runs.items()}
         assert models_of["measured"] == models_of["none"]
         assert accuracies["measured"] != accuracies["none"]

@@ -31,13 +31,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 def test_check_foretells_the_run(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     runs, options = finished
     file = write(tmp_path / "e.yaml", options)
-    said = cli("check", file)
-    assert said.code == 0, said.err
+    answer = cli("check", file)
+    assert answer.code == 0, answer.err
     for word in ("source_only", "fedavg", "kd3a", "oracle", "raw_data"):
-        assert word in said.out, word
+        assert word in answer.out, word
     foretold = fedshift.check(options)
     results = fedshift.run(options, runs)
-    assert [(one.name, one.samples, one.train, one.held_out, one.measured_as_target) for one in foretold.domains] == [
+    assert [
+        (domain.name, domain.samples, domain.train, domain.held_out, domain.measured_as_target)
+        for domain in foretold.domains
+    ] == [
         ("a", 60, 42, 18, 18),
         ("b", 48, 33, 15, 15),
         ("c", 66, 45, 21, 21),
@@ -55,8 +58,8 @@ def test_check_foretells_the_run(cli: Cli, finished: tuple[Path, dict[str, Any]]
 def test_run_and_table(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     runs, options = finished
     part = ("protocol.targets=[b]", "protocol.seeds=[1]")
-    said = cli("run", write(tmp_path / "e.yaml", options), *part, "--runs", tmp_path / "runs")
-    assert said.code == 0, said.err
+    answer = cli("run", write(tmp_path / "e.yaml", options), *part, "--runs", tmp_path / "runs")
+    assert answer.code == 0, answer.err
     again = outcome(tmp_path / "runs")
     assert len(again) == 4 * len(("model.safetensors", "result.json", "rounds.jsonl"))
     assert again.items() <= outcome(runs).items()

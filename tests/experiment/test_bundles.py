@@ -202,10 +202,10 @@ def test_nothing_of_a_bundle_runs_unasked(asked: str, tmp_path: Path) -> None:
         "model": lambda: built(folder),
         "data": lambda: VolumeFolder(root=root, size=(16, 16, 16), bundle=folder).build(),
     }
-    with pytest.raises(UserError, match="nobody has trusted") as told:
+    with pytest.raises(UserError, match="nobody has trusted") as caught:
         uses[asked]()
-    assert "\n" not in str(told.value)
-    assert str(folder) in str(told.value)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
     assert not (folder / "scripts" / "ran").exists()
     with trust.asks(lambda code: code.sha256 == checksum(folder)):
         uses[asked]()
@@ -253,6 +253,6 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         "leave these out": lambda: VolumeFolder(root=root, size=(16, 16, 16), bundle=bare, window=(0, 1)),
     }  # fmt: skip
     for message, use in uses.items():
-        with pytest.raises((UserError, ValueError), match=message) as told:
+        with pytest.raises((UserError, ValueError), match=message) as caught:
             use()
-        assert "\n" not in str(told.value) or message == "leave these out"
+        assert "\n" not in str(caught.value) or message == "leave these out"

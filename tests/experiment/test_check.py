@@ -19,6 +19,7 @@ from fedshift.methods.base import RunPlan, Traffic
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.report.check_words import of_runs
 from fedshift.report.conditions import conditions
+from tried import slow
 
 METHODS = [
     "deepall",
@@ -45,7 +46,12 @@ def test_every_method_does_the_same_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "training"),
-    [("linear", {}), ("linear", {"mini_batches": 40}), (NORMALISED, {"mini_batches": 7}), (NORMALISED, {"rounds": 5})],
+    [
+        ("linear", {}),
+        slow("linear", {"mini_batches": 40}),
+        (NORMALISED, {"mini_batches": 7}),
+        slow(NORMALISED, {"rounds": 5}),
+    ],
 )
 def test_check_foretells_the_run(tmp_path: Path, training: dict[str, Any], model: Any) -> None:
     """Bytes each way, rounds and mini-batches are those that the finished runs report."""
@@ -67,6 +73,7 @@ def test_check_foretells_the_run(tmp_path: Path, training: dict[str, Any], model
         assert set(method.shares) >= set(runs[0].bytes_up)
 
 
+@pytest.mark.slow
 def test_check_foretells_the_steps_that_tables_say(tmp_path: Path) -> None:
     """And says so, before training, where a mini-batch is too small to be divided over the domains."""
     where = save(tmp_path, a=features(1, 30), b=features(2, 50), c=features(3, 90))

@@ -63,7 +63,7 @@ def test_whole_numbers_and_choices_are_all_drawn_alike() -> None:
 
 
 def test_draws_depend_on_nothing_else_and_never_read_the_target(tmp_path: Path) -> None:
-    whole = {(one.of, one.number): one for one in drawn_methods(parsed(tmp_path))}
+    whole = {(drawn_method.of, drawn_method.number): drawn_method for drawn_method in drawn_methods(parsed(tmp_path))}
     assert [dict(whole["fedprox", 0].values), whole["fedprox", 0].method.training] == [{}, None]
     assert set(whole["fedavg", 1].values) == {"training.lr", "training.batch_size"}
     assert set(whole["fedprox", 1].values) == {*whole["fedavg", 1].values, "proximal_weight"}
@@ -92,8 +92,8 @@ def result(label: str, target: str, last: float, source: tuple[float, float]) ->
 
 def test_the_rules_by_hand(tmp_path: Path) -> None:
     """Held-out parts like draw 1, left-out sources draw 2, the target draw 0; equal ones go to the first."""
-    draws = [one for one in drawn_methods(parsed(tmp_path)) if one.of == "fedavg"]
-    names = [one.method.display for one in draws]
+    draws = [drawn_method for drawn_method in drawn_methods(parsed(tmp_path)) if drawn_method.of == "fedavg"]
+    names = [draw.method.display for draw in draws]
     numbers = zip(names, (90.0, 60.0, 70.0), ((80.0, 50.0), (95.0, 65.0), (95.0, 11.0)), strict=True)
     runs = {(name, "a", 0): result(name, "a", last, source) for name, last, source in numbers}
     left_out = {
@@ -109,6 +109,7 @@ def test_the_rules_by_hand(tmp_path: Path) -> None:
     assert rule_rows(found, ["a"])[0].average == (65.0, None)
 
 
+@pytest.mark.slow
 def test_a_search_that_was_stopped_goes_on_and_gives_the_same_table(tmp_path: Path, cli: Cli) -> None:
     whole, pages = given(tmp_path, draws=2), []
     whole["protocol"]["targets"] = ["a"]
@@ -177,9 +178,9 @@ def test_rules_need_what_they_choose_by(tmp_path: Path, cli: Cli) -> None:
 def test_methods_of_python_and_the_page(tmp_path: Path) -> None:
     whole = given(tmp_path) | {"methods": [FedAvg(label="mine")]}
     whole["search"]["spaces"] = {"mine.steps_per_round": {"integer": [2, 5]}}
-    assert {one.method.steps_per_round for one in drawn_methods(parse(whole))} <= {None, 2, 3, 4, 5}  # type: ignore[attr-defined]
+    assert {drawn_method.method.steps_per_round for drawn_method in drawn_methods(parse(whole))} <= {None, 2, 3, 4, 5}  # type: ignore[attr-defined]
     whole = parsed(tmp_path)
-    draws = {one.number: one for one in drawn_methods(whole) if one.of == "fedavg"}
+    draws = {drawn_method.number: drawn_method for drawn_method in drawn_methods(whole) if drawn_method.of == "fedavg"}
     chosen = [
         Chosen("training_domains", "fedavg", "a", seed, draws[number], 50.0) for seed, number in enumerate((1, 2, 2))
     ]

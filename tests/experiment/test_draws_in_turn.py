@@ -33,6 +33,7 @@ def given(folder: Path, **search: Any) -> dict[str, Any]:
     return whole | {"search": {"sampler": "optuna", "draws": 3, "spaces": SPACES, **search}}
 
 
+@pytest.mark.slow
 def test_they_come_nearer_to_the_best_than_random_draws() -> None:
     """A rate of 0.01 and the second choice are best. Optuna's first ten draws are random themselves."""
     spaces = {
@@ -124,6 +125,7 @@ def test_draws_depend_on_no_label_of_the_target_and_no_later_one(tmp_path: Path)
     assert "small-without-a: b, c" in seen
 
 
+@pytest.mark.slow
 def test_a_search_that_goes_on_gives_the_same_page_and_a_file_to_run(tmp_path: Path, cli: Cli) -> None:
     pages = []
     for name, numbers in (("at once", (3,)), ("in parts", (2, 3))):

@@ -43,6 +43,7 @@ def trained(where: dict[str, str], folder: Path, **training: Any) -> dict[str, t
     return load_file(file)
 
 
+@pytest.mark.slow
 def test_a_compiled_network_is_the_network(traced: None) -> None:
     """Copies share what was compiled; evaluation and names of weights are as before; each batch size once."""
     plain = models.build(models.parse(CNN), (1, 12, 12), 3, 0)

@@ -24,6 +24,7 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.features import build_data
 from fedshift.experiment.predict import load_model
 from fedshift.models import registry as models
+from tried import slow
 
 SIDE = 32
 
@@ -116,6 +117,7 @@ def test_features_are_those_of_the_backbone_in_half_precision(tmp_path: Path, we
     assert all(load_file(file)["features"].dtype == torch.float16 for file in files())
 
 
+@pytest.mark.slow
 def test_what_recomputes_and_what_does_not(tmp_path: Path, weights: dict[str, Path]) -> None:
     """Images, weights and transform do; a site's name, labels, head, method, seed and the place of files do not."""
     where = pictures(tmp_path / "data")
@@ -143,6 +145,7 @@ def test_what_recomputes_and_what_does_not(tmp_path: Path, weights: dict[str, Pa
     assert computed(options) == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, weights: dict[str, Path]) -> None:
     where = pictures(tmp_path / "data", a=200)
     options = experiment(where, weights["one"])
@@ -162,7 +165,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, weights: dict[str, Path]
     assert not list(cache_dir().glob("*.part"))
 
 
-@pytest.mark.parametrize("damage", ["cut", "bit", "other"])
+@pytest.mark.parametrize("damage", ["cut", slow("bit"), slow("other")])
 def test_a_damaged_file_is_made_again(tmp_path: Path, weights: dict[str, Path], damage: str) -> None:
     options = experiment(pictures(tmp_path / "data"), weights["one"])
     build_data(parse(options))
@@ -231,6 +234,7 @@ def safe_metadata(file: Path) -> str:
         return str(opened.metadata()["fedshift"])
 
 
+@pytest.mark.slow
 @pytest.mark.case("bit flips", "half of the features of a run that was cut off, 20 flips")
 def test_flipped_bits_of_half_the_features(tmp_path: Path, weights: dict[str, Path]) -> None:
     where = pictures(tmp_path / "data", a=200)
@@ -257,6 +261,7 @@ def test_flipped_bits_of_half_the_features(tmp_path: Path, weights: dict[str, Pa
     assert watcher.images in (200, 200 - 64)
 
 
+@pytest.mark.slow
 def test_features_of_another_backbone(tmp_path: Path, weights: dict[str, Path]) -> None:
     where = pictures(tmp_path / "data")
     build_data(parse(experiment(where, weights["one"])))

@@ -220,9 +220,9 @@ def test_options_in_a_file_do_not_take_the_memory(options: dict[str, Any], tmp_p
 def test_wrong_parts_in_a_file_are_told_in_one_line(parts: Any, tmp_path: Path) -> None:
     _, folder = run(tmp_path, {"name": f"{FILE}:End", "kind": "scale"})
     alter(folder, lambda about: about.update(parts=about["parts"] | parts if isinstance(parts, dict) else parts))
-    with pytest.raises(UserError, match="does not fit the network") as told:
+    with pytest.raises(UserError, match="does not fit the network") as caught:
         load_model(folder, own_network=f"{FILE}:End")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_parts_are_those_that_the_run_stored(tmp_path: Path) -> None:
@@ -262,12 +262,13 @@ def test_parts_are_those_that_the_run_stored(tmp_path: Path) -> None:
 def test_a_network_that_cannot_train_is_told_in_one_line_before(kind: str, words: str, tmp_path: Path) -> None:
     options = experiment(sites(tmp_path / "data"), model={"name": f"{FILE}:Unfit", "kind": kind})
     for call in (fedshift.check, lambda one: fedshift.run(one, tmp_path / "runs")):
-        with pytest.raises(UserError, match=rf"model 'strange_ends\.py:Unfit'.*{words}") as told:
+        with pytest.raises(UserError, match=rf"model 'strange_ends\.py:Unfit'.*{words}") as caught:
             call(options)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(caught.value)
     assert not list((tmp_path / "runs").rglob("rounds.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.case("networks that cannot train", "tokens beyond the vocabulary")
 @pytest.mark.case("networks that cannot train", "auxiliary classifiers of torchvision")
 def test_networks_that_only_some_data_break(tmp_path: Path) -> None:
@@ -281,9 +282,9 @@ def test_networks_that_only_some_data_break(tmp_path: Path) -> None:
     for call in (fedshift.check, lambda one: fedshift.run(one, tmp_path / "runs")):
         with pytest.raises(
             UserError, match=r"training with it fails \(strange_ends\.py, line \d+\): IndexError"
-        ) as told:
+        ) as caught:
             call(options)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(caught.value)
     x = np.random.default_rng(0).integers(0, 255, (6, 64, 64, 3)).astype(np.uint8)
     where = save(tmp_path / "data", **{site: {"x": x, "y": np.arange(6) % 2} for site in "abc"})
     named = {"name": "torchvision:googlenet", "init_weights": False}
@@ -325,11 +326,12 @@ class Net(nn.Module):
 def test_check_tries_to_load_and_to_predict(kind: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(STATE)
     model = {"name": f"{tmp_path}/own.py:Net", "kind": kind}
-    with pytest.raises(UserError, match=words) as told:
+    with pytest.raises(UserError, match=words) as caught:
         fedshift.check(experiment(sites(tmp_path / "data"), model=model))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.case("exports", "a branch on values")
 def test_check_says_what_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Branch(nn.Module):

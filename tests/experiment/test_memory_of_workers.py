@@ -42,11 +42,11 @@ def test_a_worker_says_so_in_one_line(cli: Cli, tmp_path: Path) -> None:
         engine={"name": "local", "threads": 1, "workers": 2},
         protocol={"targets": ["a", "b"], "seeds": [0]},
     )
-    said = cli("run", write(tmp_path / "e.yaml", options), "--trust", "--runs", tmp_path / "runs")
-    assert said.code == 2
-    last = said.err.splitlines()[-1]
+    result = cli("run", write(tmp_path / "e.yaml", options), "--trust", "--runs", tmp_path / "runs")
+    assert result.code == 2
+    last = result.err.splitlines()[-1]
     assert last.startswith("error: out of memory")
-    assert "Traceback" not in said.err
+    assert "Traceback" not in result.err
 
 
 @pytest.mark.case("out of memory", "while a site's file is read, at check")

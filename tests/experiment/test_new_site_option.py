@@ -35,8 +35,6 @@ def test_the_same_model_answers_better_at_a_shifted_site(tmp_path: Path) -> None
     assert (plain.method, adapted.method) == ("fedavg", "fedavg+newsite")
     models = [load_model(found.folder / run.method / "z" / "seed-0") for run in found.runs]
     assert all(map(np.array_equal, *(list(map(np.asarray, model.network.state_dict().values())) for model in models)))
-    assert plain.selected["last"] is not None
-    assert adapted.selected["last"] is not None
     assert adapted.selected["last"].accuracy > plain.selected["last"].accuracy + 10
     data = tmp_path / "far.npz"
     np.savez(data, x=far["x"])

@@ -74,6 +74,7 @@ def test_a_network_that_ends_python_or_returns_too_few_rows(text: str, words: st
         fedshift.run(options, tmp_path / "runs")
 
 
+@pytest.mark.slow
 def test_networks_of_ours_and_what_check_says(tmp_path: Path) -> None:
     fedshift.run(experiment(sites(tmp_path / "data")), tmp_path / "runs")
     run = next((tmp_path / "runs").glob("**/seed-0"))

@@ -70,6 +70,7 @@ def names(folder: Path) -> set[str]:
 PACKED = {"runs.parquet", "rounds.parquet", "SHA256SUMS"}
 
 
+@pytest.mark.slow
 def test_packed_and_unpacked_read_alike_there_and_back(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     _, folder = ran
     assert names(folder) == PACKED
@@ -116,9 +117,9 @@ def test_runs_go_on_where_packed_results_end(ran: tuple[dict[str, Any], Path], t
     assert collect(folder).progress is None
 
     stay = {path for path in names(folder) if path.endswith((".safetensors", "predictions.parquet", f"seed-0/{SUMS}"))}
-    told = cli("pack", tmp_path / "runs")
-    assert told.code == 0
-    assert "2 runs packed" in told.out
+    answer = cli("pack", tmp_path / "runs")
+    assert answer.code == 0
+    assert "2 runs packed" in answer.out
     assert {path for path in names(folder) if (folder / path).is_file()} == {*PACKED, "report.html", *stay}
     assert len(stay) == 6, "models and predictions stay where they are, with their digests"
     fedshift.run(options, tmp_path / "once")

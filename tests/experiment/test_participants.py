@@ -38,9 +38,9 @@ def test_each_site_is_measured_on_its_own_test_part(cli: Cli, tmp_path: Path) ->
     )
     file, runs = write(tmp_path / "e.yaml", options), tmp_path / "runs"
     assert cli("check", file).code == 0
-    said = cli("run", file, "--runs", runs)
-    assert said.code == 0
-    assert "It pays for" in said.out, said.out
+    result = cli("run", file, "--runs", runs)
+    assert result.code == 0
+    assert "It pays for" in result.out, result.out
     results = fedshift.results(runs / "small")
     assert len(results.runs) == 6, "one for each method and seed"
     for run in results.runs:
@@ -57,7 +57,7 @@ def test_each_site_is_measured_on_its_own_test_part(cli: Cli, tmp_path: Path) ->
         assert by_row[method, "worst site"] == [min(seed) for seed in zip(*each, strict=True)]
         assert by_row[method, "spread over sites"] == pytest.approx([stdev(seed) for seed in zip(*each, strict=True)])
         assert len(by_row[method, "t"]) == 2
-    gains = {one["site"]: one["gain"] for one in results.verdict()["pays"]}
+    gains = {pay["site"]: pay["gain"] for pay in results.verdict()["pays"]}
     assert gains == pytest.approx(
         {name: fmean(by_row["fedavg", name]) - fmean(by_row["alone", name]) for name in "abc"}
     )
@@ -99,6 +99,7 @@ def apart(folder: Path, name: str, protocol: dict[str, Any], **changes: Any) -> 
     return last.sites
 
 
+@pytest.mark.slow
 def test_batch_norm_of_a_site_is_used_there(tmp_path: Path) -> None:
     own = apart(tmp_path, "own", {**EVERY, "seeds": [0]})
     published = apart(tmp_path, "published", {"targets": ["sites"], "seeds": [0]})
@@ -162,6 +163,7 @@ def test_sites_can_be_cut_and_targets_are_none(tmp_path: Path) -> None:
         fedshift.check(experiment(four(tmp_path), protocol=EVERY, methods=["oracle"]))
 
 
+@pytest.mark.slow
 @pytest.mark.case("fedshift check", "bytes of many sites from those of a few")
 def test_bytes_of_many_sites_are_those_of_a_dry_run_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = save(tmp_path, **{f"s{number}": features(number, 8) for number in range(64)})

@@ -46,6 +46,7 @@ def test_what_cannot_be_private_is_refused_in_one_line(
     assert words in error
 
 
+@pytest.mark.slow
 def test_check_says_what_each_site_pays_and_of_large_groups(tmp_path: Path, cli: Cli) -> None:
     options = private(tmp_path) | {"protocol": {"targets": ["a"], "seeds": [0, 1], "test_fraction": 0.3}}
     said = cli("check", write(tmp_path / "e.yaml", options))

@@ -35,10 +35,10 @@ def _finite(results: fedshift.api.Results, runs: int) -> None:
 def test_a_site_that_lacks_a_class(cli: Cli, tmp_path: Path) -> None:
     where = save(tmp_path, a=_without(2, features(1)), b=_without(0, features(2)), c=features(3))
     options = experiment(where, protocol={"targets": ["a", "c"], "seeds": [0]}, methods=ALL)
-    said = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")
-    assert said.code == 0
-    assert "warning: site 'a' has no sample of class 2" in said.err
-    assert "warning: site 'b' has no sample of class 0" in said.err
+    answer = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")
+    assert answer.code == 0
+    assert "warning: site 'a' has no sample of class 2" in answer.err
+    assert "warning: site 'b' has no sample of class 0" in answer.err
     for method in ("deepall", "fedavg", "fedprox", "csac"):
         for target, absent in (("a", {2}), ("c", set())):
             folder = tmp_path / "runs" / "small" / method / target / "seed-0"
@@ -50,6 +50,7 @@ def test_a_site_that_lacks_a_class(cli: Cli, tmp_path: Path) -> None:
     assert "warning: site 'a' has no sample of class 2" in checked.out
 
 
+@pytest.mark.slow
 def test_sizes_far_apart(tmp_path: Path) -> None:
     """600 samples, four (fewer than a batch) and one alone; each is a source and a target."""
     one = {name: array[:1] for name, array in features(4).items()}
@@ -76,6 +77,7 @@ def test_one_source_only(tmp_path: Path) -> None:
     assert abs(accuracy["fedavg", "a"] - accuracy["deepall", "a"]) < 15  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_images_of_all_sorts_in_one_folder(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grey, colour, palette and transparent images of many sizes and endings, and files that are none."""
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
@@ -101,15 +103,15 @@ def test_images_of_all_sorts_in_one_folder(cli: Cli, tmp_path: Path, monkeypatch
         training={"rounds": 1, "batch_size": 8, "augmentation": "csac"},
         methods=["fedavg", CSAC],
     )
-    said = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")
-    assert said.code == 0, said.err
+    answer = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")
+    assert answer.code == 0, answer.err
     result = json.loads((tmp_path / "runs/small/csac/a site with blanks/seed-0/result.json").read_text())
     assert result["classes"] == ["cat", "dog"]
     assert result["data"]["measured_samples"] == {"a site with blanks": 14}
     model = tmp_path / "runs/small/csac/north/seed-0"
-    said = cli("predict", model, tmp_path / "photos" / "south", "--format", "csv")
-    assert said.out.splitlines()[0] == "name,label,predicted,cat,dog"
-    assert len(said.out.splitlines()) == 15
+    answer = cli("predict", model, tmp_path / "photos" / "south", "--format", "csv")
+    assert answer.out.splitlines()[0] == "name,label,predicted,cat,dog"
+    assert len(answer.out.splitlines()) == 15
 
 
 def test_training_that_diverges(cli: Cli, tmp_path: Path) -> None:
@@ -117,14 +119,16 @@ def test_training_that_diverges(cli: Cli, tmp_path: Path) -> None:
     for method in ALL:
         options = experiment(sites(tmp_path), methods=[method], model={"name": "mlp", "hidden": [8, 8]})
         options["training"].update(rounds=40, lr=1e30)
-        said = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")
+        answer = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")
         name = method if isinstance(method, str) else method["name"]
-        assert said.code == 1, (name, said)
-        assert said.err.count("\n") == 1, said.err
-        assert said.err.startswith(f"error: {name}, target a, seed 0: "), said.err
-        assert "site 'pool'" in said.err if name == "deepall" else "site 'b'" in said.err or "site 'c'" in said.err
-        assert "round " in said.err
-        assert "1e+30" in said.err
+        assert answer.code == 1, (name, answer)
+        assert answer.err.count("\n") == 1, answer.err
+        assert answer.err.startswith(f"error: {name}, target a, seed 0: "), answer.err
+        assert (
+            "site 'pool'" in answer.err if name == "deepall" else "site 'b'" in answer.err or "site 'c'" in answer.err
+        )
+        assert "round " in answer.err
+        assert "1e+30" in answer.err
     assert not list((tmp_path / "runs").rglob("result.json"))
     assert not list((tmp_path / "runs").rglob("model.safetensors"))
 
@@ -148,11 +152,11 @@ def test_a_run_that_diverges_does_not_keep_the_others_from_being_run(
     methods = [{"name": "fedprox", "proximal_weight": 1e30}, {"name": "fedavg"}]
     one = {"targets": ["a"], "seeds": [0]}
     options = experiment(where, protocol=one, methods=methods, engine={"name": "local", "threads": 1, **engine})
-    said = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")
-    assert said.code == 1
-    assert "fedavg" in said.out
-    assert not any(line.startswith("fedprox") for line in said.out.splitlines()), "it has no row"
-    lines = said.err.splitlines()
+    answer = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")
+    assert answer.code == 1
+    assert "fedavg" in answer.out
+    assert not any(line.startswith("fedprox") for line in answer.out.splitlines()), "it has no row"
+    lines = answer.err.splitlines()
     assert lines[-1].startswith("error: fedprox, target a, seed 0: ")
     assert "site 'b'" in lines[-1] or "site 'c'" in lines[-1]
     assert "round " in lines[-1]

@@ -17,6 +17,7 @@ from fedshift.data.domain import UNKNOWN
 from fedshift.errors import UserError
 from fedshift.report.page import page
 from fedshift.report.report import whole_report
+from tried import slow
 
 COLUMNS = ["a", "b", "c"]
 
@@ -102,7 +103,15 @@ def test_an_estimate_stands_where_no_measure_can(finished: fedshift.api.Results)
 
 @pytest.mark.parametrize(
     "method",
-    ["kd3a", "shot", "fada", "mdfnet", "recipe_unlabelled", "dsbn", {"name": "recipe", "batch_norm_at_new_site": None}],
+    [
+        "kd3a",
+        "shot",
+        slow("fada"),
+        "mdfnet",
+        "recipe_unlabelled",
+        "dsbn",
+        {"name": "recipe", "batch_norm_at_new_site": None},
+    ],
 )
 def test_it_trains_without_labels_under_every_kind_of_method(method: Any, tmp_path: Path) -> None:
     protocol = {"targets": ["va"], **(ADAPT if isinstance(method, str) else {"kind": "leave_one_out", "seeds": [0]})}
@@ -115,6 +124,7 @@ def test_it_trains_without_labels_under_every_kind_of_method(method: Any, tmp_pa
     assert "Targets without labels" in page(whole_report(done.collected))
 
 
+@pytest.mark.slow
 def test_labels_that_are_not_promised_decide_nothing(tmp_path: Path) -> None:
     scores = []
     for name, flipped in (("true", False), ("wrong", True)):
@@ -210,6 +220,7 @@ def test_methods_that_need_the_labels_are_refused_and_settings_stay() -> None:
     assert "site_labels" not in settings["data"]  # runs of before keep their identity
 
 
+@pytest.mark.slow
 def test_another_unit_leaves_no_estimate(tmp_path: Path) -> None:
     va = WITHOUT["va"].assign(a=30 * WITHOUT["va"]["a"] + 500)
     done = fedshift.run(study(table({**LABELLED, "va": va}, site_labels=NONE)), tmp_path)
@@ -244,7 +255,6 @@ def test_a_model_is_not_handed_out_where_it_adapted_to_what_is_too_unlike(
         assert said.unlike is None
         predict(run.folder, new, format="csv")
         return
-    assert said.unlike is not None
     assert "column 'sex': 100 % of the rows have an unknown category ('F', 'M'; known: 'f', 'm')" in said.unlike
     for refused in (
         lambda: predict(run.folder, new, format="csv"),
@@ -261,6 +271,7 @@ def test_a_model_is_not_handed_out_where_it_adapted_to_what_is_too_unlike(
     predict(common.collected.unmeasured[0].folder, new, format="csv")
 
 
+@pytest.mark.slow
 def test_the_choice_of_a_model_looks_at_other_sites_alone(tmp_path: Path) -> None:
     data = table(WITHOUT, site_labels=NONE)
     done = fedshift.run(study(data, protocol=ADAPT, methods=["fedavg", "shot"], training={"rounds": 2}), tmp_path)
@@ -278,6 +289,7 @@ def test_the_choice_of_a_model_looks_at_other_sites_alone(tmp_path: Path) -> Non
         done.choice("w")
 
 
+@pytest.mark.slow
 def test_where_no_model_is_worth_more_than_the_most_frequent_class_none_answers(tmp_path: Path) -> None:
     """A poor start and very unequal classes: it must not lose to saying the same of every sample."""
 

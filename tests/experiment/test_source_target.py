@@ -160,6 +160,7 @@ def test_rows_hold_every_number_of_a_pair(whole: fedshift.api.Results) -> None:
             assert row["gain"][a] == 0
 
 
+@pytest.mark.slow
 def test_each_site_that_trained_alone_answers_for_itself(tmp_path: Path) -> None:
     """Opposite labels at two labelled sites: a common model fails at one of them, each site's own does not."""
     one, two = features(1, 60), features(2, 60)
@@ -231,6 +232,7 @@ def test_proxy_distance_of_like_and_unlike_sites() -> None:
 # Going on, and the same for all ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     where = sites(tmp_path)
     methods = ["source_only", "mdfnet"]
@@ -258,7 +260,7 @@ def test_workers_change_nothing(tmp_path: Path) -> None:
 
 def test_check_says_what_will_be_measured(whole: fedshift.api.Results, tmp_path: Path, cli: Cli) -> None:
     found = fedshift.check(pairs(sites(tmp_path)))
-    by_name = {one.name: one for one in found.domains}
+    by_name = {domain.name: domain for domain in found.domains}
     assert (by_name["a"].train, by_name["a"].held_out, by_name["a"].measured_as_target) == (15, 15, 30)
     assert (by_name["b"].train, by_name["b"].measured_as_target) == (0, 24)
     mdfnet = next(method for method in found.methods if method.label == "mdfnet")

@@ -84,9 +84,9 @@ def test_a_new_site_is_scaled_by_the_rows_that_are_given_and_that_is_said(cli: C
     with pytest.warns(UserWarning, match="the 30 samples are scaled by their own mean"):
         probabilities = model.predict_proba(x)
     np.testing.assert_allclose(probabilities, noted[[f"score_{name}" for name in "012"]].to_numpy(), atol=1e-6)
-    said = cli("predict", run, where["a"])
-    assert said.code == 0
-    assert "the 30 samples are scaled by their own mean and deviation" in said.err
+    result = cli("predict", run, where["a"])
+    assert result.code == 0
+    assert "the 30 samples are scaled by their own mean and deviation" in result.err
     np.savez(tmp_path / "one.npz", x=x[:1])
     refused = cli("predict", run, tmp_path / "one.npz")
     assert "there is only one: give all samples of the site together" in refused.error()

@@ -74,9 +74,9 @@ ABSURD: dict[str, dict[str, Any]] = {
 @pytest.mark.threat("large_model")
 @pytest.mark.parametrize("case", ABSURD)
 def test_a_file_whose_network_is_much_larger_is_not_made(case: str, tmp_path: Path, built: list[str]) -> None:
-    with pytest.raises(UserError, match=r"damaged or was not written by fedshift|model\.hidden") as told:
+    with pytest.raises(UserError, match=r"damaged or was not written by fedshift|model\.hidden") as caught:
         load_model(write(tmp_path, **ABSURD[case]))
-    assert len(str(told.value)) < 600
+    assert len(str(caught.value)) < 600
     assert set(built) <= {"meta"}, "memory was taken"
 
 

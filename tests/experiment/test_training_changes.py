@@ -17,6 +17,7 @@ from fedshift.methods.composition.options import training_of
 from fedshift.report.collect import collect
 from fedshift.report.details import experiment_file
 from fedshift.report.report import report_of
+from tried import slow
 
 CHANGES: tuple[dict[str, Any], ...] = (
     {"lr": 0.2},
@@ -32,7 +33,7 @@ def one(where: dict[str, str], training: dict[str, Any], **changes: Any) -> dict
 
 
 @pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("name", ["fedprox", "deepall"])
+@pytest.mark.parametrize("name", ["fedprox", slow("deepall")])
 def test_a_row_is_that_of_an_experiment_which_trains_so(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
     """Weights, rounds, bytes and identity; and ``fedavg`` beside it is as it is alone with it, bit for bit."""
     where = sites(tmp_path)

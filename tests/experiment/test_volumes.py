@@ -21,6 +21,7 @@ from fedshift.experiment.predict import load_model
 from fedshift.models import registry
 from fedshift.models.network import Network
 from fedshift.models.sliding import scores_of
+from tried import slow
 
 monai_networks = pytest.importorskip("monai.networks.nets")
 MONAI = {"name": "monai:UNet", "channels": [4, 8], "strides": [2]}
@@ -106,7 +107,6 @@ def test_a_missing_library_is_one_line(name: str, package: str, monkeypatch: pyt
 def test_parts_of_volumes_and_of_masks() -> None:
     volumes = torch.arange(6 * 6 * 6).view(1, 1, 6, 6, 6).repeat(500, 1, 1, 1, 1)
     parts, masks = random_parts(volumes, volumes.repeat(1, 2, 1, 1, 1), (4, 5, 6), torch.Generator().manual_seed(0))
-    assert masks is not None
     assert parts.shape == (500, 1, 4, 5, 6)
     assert torch.equal(parts, masks[:, :1])
     first, number = parts[:, 0, 0, 0, 0].unique(return_counts=True)
@@ -144,14 +144,13 @@ def test_training_reads_parts_and_measuring_whole_volumes(tmp_path: Path) -> Non
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [TINY["model"], MONAI], ids=["unet", "monai:UNet"])
+@pytest.mark.parametrize("model", [slow(TINY["model"]), MONAI], ids=["unet", "monai:UNet"])
 def test_methods_train_a_network_of_volumes(model: dict[str, Any], tmp_path: Path) -> None:
     methods = TINY["methods"] if model is not MONAI else ["fedavg", "recipe", "deepall"]
     results = fedshift.run({**TINY, "model": model, "methods": methods}, tmp_path)
     weights = {}
     for run in results.runs:
         last = run.selected["last"]
-        assert last is not None
         assert last.hd95 is not None
         assert 0 <= last.accuracy <= 100
         folder = results.folder / run.method / "east" / "seed-0"
@@ -161,6 +160,7 @@ def test_methods_train_a_network_of_volumes(model: dict[str, Any], tmp_path: Pat
     assert all(any(not torch.equal(first[key], other[key]) for key in first) for other in others)
 
 
+@pytest.mark.slow
 def test_a_federation_learns_the_organ_at_an_unseen_scanner(tmp_path: Path) -> None:
     """From chance to half of the overlap, with ELCFS's meta step, too."""
     training = {**TINY["training"], "rounds": 9}
@@ -169,9 +169,7 @@ def test_a_federation_learns_the_organ_at_an_unseen_scanner(tmp_path: Path) -> N
     results = fedshift.run({**TINY, "data": data, "training": training, "methods": methods}, tmp_path)
     for run in results.runs:
         last = run.selected["last"]
-        assert last is not None
         organ = last.per_class[1]
-        assert organ is not None
         assert organ > 50, run.method
 
 
@@ -206,6 +204,7 @@ def test_what_does_not_go_with_masks_of_volumes_is_one_line(tmp_path: Path) -> N
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_csac_and_the_recipe_classify_volumes(tmp_path: Path) -> None:
     """Volumes of bytes with a class each, by a classifier of MONAI."""
     draws = np.random.default_rng(0)

@@ -28,7 +28,7 @@ def test_a_dropped_domain_takes_no_part(tmp_path: Path) -> None:
         assert model_of(tmp_path / "runs", run.method, run.target) == model_of(
             tmp_path / "other", run.method, run.target
         )
-    assert [one.name for one in fedshift.check(adapting(where, {"drop": ["c"]})).domains] == ["a", "b"]
+    assert [domain.name for domain in fedshift.check(adapting(where, {"drop": ["c"]})).domains] == ["a", "b"]
 
 
 def test_wrong_labels_are_those_of_training_rows_of_the_named_source() -> None:
@@ -94,11 +94,7 @@ def test_what_is_measured_has_true_labels(tmp_path: Path) -> None:
             assert model_of(tmp_path / "true", "oracle") == model_of(tmp_path / "false", "oracle")
             continue
         before, after = one.selected["last"], other.selected["last"]
-        assert before is not None
-        assert after is not None
         assert before.accuracy > 75 > 25 > after.accuracy, one.method
-        assert before.source_accuracy is not None
-        assert after.source_accuracy is not None
         assert before.source_accuracy > 75 > 25 > after.source_accuracy, one.method
     with pytest.raises(UserError, match=r"another experiment: protocol\.wrong_labels"):
         fedshift.run(adapting(where, training=training, methods=methods), tmp_path / "false")

@@ -100,8 +100,8 @@ def test_a_mistake_in_a_method_file_shows_before_training_and_its_run_is_replace
     with pytest.raises(NameError):
         fedshift.run(file, tmp_path / "runs")
     method.write_text(METHOD.replace("MODEL", "weights"))
-    said = cli("run", file, *runs)
-    assert said.code == 0, said.err
-    assert "unfinished" not in said.out
+    result = cli("run", file, *runs)
+    assert result.code == 0, result.err
+    assert "unfinished" not in result.out
     method.write_text(METHOD.replace("MODEL", "weights") + "# changed\n")
     assert "mine.py has changed since" in cli("run", file, *runs).error()

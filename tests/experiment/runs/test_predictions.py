@@ -47,7 +47,6 @@ def test_predictions_give_the_metrics_of_the_result(finished: fedshift.Results) 
             assert site.values["accuracy"] == pytest.approx(100 * right.mean())
             assert len(np.unique(kept["row"][rows])) == site.samples
         selected = run.result.selected["last"]
-        assert selected is not None
         assert selected.accuracy == run.result.targets[0].values["accuracy"]
     result = finished.runs[0]
     chosen = [site.threshold for site in result.sites if site.part == "held_out"]

@@ -39,6 +39,7 @@ from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.run_log import RunLog
 from fedshift.federation.message_files import read_message
+from tried import slow
 
 FEDAVG = {"name": "fedavg"}
 CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
@@ -74,8 +75,9 @@ def small(folder: Path, method: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("method", "how"),
     [
-        *((method, "replace") for method in (FEDAVG, CSAC, DEEPALL, AVERAGED, REMEMBERING)),
-        (FEDAVG, "fsync"),
+        (FEDAVG, "replace"),
+        *(slow(method, "replace") for method in (CSAC, DEEPALL, AVERAGED, REMEMBERING)),
+        slow(FEDAVG, "fsync"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("label", value["name"]),
 )

@@ -10,6 +10,7 @@ import pytest
 from small import Stop, StopAfter, experiment, outcome, sites
 
 import fedshift
+from tried import slow
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"name": "fedavg"},
@@ -33,7 +34,7 @@ def run_of(runs: Path, method: str) -> tuple[list[dict[str, Any]], dict[str, Any
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("rounds", [slow(1), 3])
 def test_a_run_that_goes_on_ends_as_if_it_had_not_stopped(method: str, rounds: int, tmp_path: Path) -> None:
     """Weights, rounds, selected rounds, mini-batches and bytes; and the seconds before are counted."""
     asked = options(sites(tmp_path / "data"), method)

@@ -109,9 +109,9 @@ def test_a_full_card_ends_in_one_line(cli: Cli, tmp_path: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr(round_loop._RunLoop, "to_the_end", full)
-        said = cli("run", file, "device=all", "--runs", runs)
-    assert said.code == 2
-    assert said.err.splitlines()[-1].startswith("error: out of memory")
+        answer = cli("run", file, "device=all", "--runs", runs)
+    assert answer.code == 2
+    assert answer.err.splitlines()[-1].startswith("error: out of memory")
     (done,) = runs.rglob("result.json")
     before = done.stat().st_mtime_ns
     assert cli("run", file, "device=all", "--runs", runs).code == 0
