@@ -91,7 +91,7 @@ def test_leave_one_group_out_trains_on_the_other_sites(samples: tuple[np.ndarray
     assert plain.tolist() == routed.tolist()
 
 
-def test_sites_matter_and_their_traffic_is_counted(samples: tuple[np.ndarray, np.ndarray]) -> None:
+def test_sites_matter_and_models_are_saved_and_loaded(samples: tuple[np.ndarray, np.ndarray], tmp_path: Path) -> None:
     x, y = samples
     apart = FederatedClassifier(**TRAINING).fit(x, np.array(["no", "yes"])[y], sites=SITES)
     assert apart.sites_.tolist() == ["a", "b", "c"]
@@ -99,9 +99,6 @@ def test_sites_matter_and_their_traffic_is_counted(samples: tuple[np.ndarray, np
     numbers = sum(tensor.numel() for tensor in apart.model_.trained.network.parameters())
     assert apart.bytes_up_["weights"] == 3 * TRAINING["rounds"] * numbers * 4
     assert not np.array_equal(FederatedClassifier(**TRAINING).fit(x, y).predict_proba(x), apart.predict_proba(x))
-
-
-def test_its_model_can_be_saved_and_loaded(samples: tuple[np.ndarray, np.ndarray], tmp_path: Path) -> None:
     x, y = samples
     estimator = FederatedClassifier("fedsr", **TRAINING).fit(x, y, sites=SITES)
     estimator.model_.save(tmp_path / "m.safetensors")

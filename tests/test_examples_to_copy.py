@@ -40,10 +40,22 @@ def template(name: str) -> Any:
     return import_file(str(TEMPLATES / f"{name}.py"))
 
 
-def test_templates_are_short() -> None:
+def test_the_protocol_trains_on_the_sites_before_each() -> None:
     lengths = {file.name: len(file.read_text(encoding="utf-8").splitlines()) for file in TEMPLATES.glob("*.py")}
     assert set(lengths) == {"metric.py", "protocol.py", "feature.py", "data_set.py"}
     assert max(lengths.values()) < 60
+    kind = template("protocol").EarlierSites
+    data = parse(SMALL).data.build()
+    assert list(data.domains)[:4] == ["D0", "D15", "D30", "D45"]
+    assert kind().targets_of(data) == tuple(data.domains)[1:]
+    assert kind().roles_of(data, "D45") == (("D0", "D15", "D30"), ("D45",))
+    assert kind().roles_of(data, EVERY_SITE)[0] == tuple(data.domains)
+    split = kind().split_of(data, "D15", 0)
+    assert (set(split.train), set(split.measured)) == ({"D0"}, {"D15"})
+    with pytest.raises(UserError, match="no site comes before 'D0'"):
+        kind(targets="D0").targets_of(data)
+    with pytest.raises(UserError, match="is a simulation"):
+        kind().for_deployment()
 
 
 def test_the_metric_is_that_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,21 +77,6 @@ def test_the_metric_is_that_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> 
 def samples_of(**sizes: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     return {site: (rng.normal(size=(n, 3)).astype(np.float32), np.arange(n) % 2) for site, n in sizes.items()}
-
-
-def test_the_protocol_trains_on_the_sites_before_each() -> None:
-    kind = template("protocol").EarlierSites
-    data = parse(SMALL).data.build()
-    assert list(data.domains)[:4] == ["D0", "D15", "D30", "D45"]
-    assert kind().targets_of(data) == tuple(data.domains)[1:]
-    assert kind().roles_of(data, "D45") == (("D0", "D15", "D30"), ("D45",))
-    assert kind().roles_of(data, EVERY_SITE)[0] == tuple(data.domains)
-    split = kind().split_of(data, "D15", 0)
-    assert (set(split.train), set(split.measured)) == ({"D0"}, {"D15"})
-    with pytest.raises(UserError, match="no site comes before 'D0'"):
-        kind(targets="D0").targets_of(data)
-    with pytest.raises(UserError, match="is a simulation"):
-        kind().for_deployment()
 
 
 IN_THE_INDEX = """

@@ -287,7 +287,7 @@ def test_a_model_whose_outputs_differ_is_not_written(
         model.export("onx", tmp_path)
 
 
-def test_a_model_card_says_what_the_run_recorded(run: Path, results: Results, tmp_path: Path) -> None:
+def test_model_cards_say_what_was_recorded(run: Path, results: Results, tmp_path: Path) -> None:
     model = fedshift.Model.load(run)
     model.export("safetensors", tmp_path)
     text = (tmp_path / "README.md").read_text()
@@ -309,9 +309,6 @@ def test_a_model_card_says_what_the_run_recorded(run: Path, results: Results, tm
     hub = pytest.importorskip("huggingface_hub")
     (found,) = hub.ModelCard(text).data.eval_results
     assert (found.dataset_split, found.metric_value) == ("east", measured["metrics"][0]["value"])
-
-
-def test_a_card_without_a_run_has_no_measures(run: Path) -> None:
     card = fedshift.Model.load(run / "model.safetensors").card()
     assert "model-index" not in card
     assert "## Measures" not in card

@@ -53,14 +53,11 @@ def test_the_version_is_that_of_the_installation(monkeypatch: pytest.MonkeyPatch
     assert "unknown" in fedshift.__version__
 
 
-def test_a_copy_without_tags_has_the_version_that_the_changelog_starts_with() -> None:
+def test_versions_and_badges_say_what_the_package_says() -> None:
     first = re.search(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)
     assert first
     assert project()["tool"]["setuptools_scm"]["fallback_version"] in (first[1], f"{first[1]}.dev0")
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == first[1]
-
-
-def test_badges_say_what_the_package_says() -> None:
     metadata = project()["project"]
     versions = [line.split()[-1] for line in metadata["classifiers"] if re.search(r":: 3\.\d+$", line)]
     text = (ROOT / "README.md").read_text(encoding="utf-8")

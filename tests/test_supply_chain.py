@@ -44,13 +44,9 @@ def pins() -> dict[str, str]:
 
 
 @pytest.mark.threat("replaced_package")
-def test_what_is_pinned_is_locked_by_its_hashes() -> None:
+def test_whatever_fedshift_needs_is_pinned_and_locked_by_hashes() -> None:
     lock = locked()
     assert {name: pinned for name, pinned in pins().items() if lock.get(name, ({}, []))[0] != {pinned}} == {}
-
-
-@pytest.mark.threat("replaced_package")
-def test_whatever_fedshift_needs_is_pinned_and_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needs = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
     for need in needs:
