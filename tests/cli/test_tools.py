@@ -160,6 +160,7 @@ def test_predict_guards_its_input(cli: Cli, tmp_path: Path) -> None:
 def test_run_tells_the_tracker(
     cli: Cli, trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert "tensorboard" in cli("run", trained[0], "--runs", tmp_path, "--track", "tensorbord").error()
     heard: list[Any] = []
 
     class Noting(fedshift.Callback):
@@ -169,10 +170,14 @@ def test_run_tells_the_tracker(
     monkeypatch.setattr("fedshift.cli.run.tracker", {"noting": Noting()}.__getitem__)
     assert cli("run", trained[0], "protocol.seeds=[0]", "--runs", tmp_path, "--track", "noting").code == 0
     assert len(heard) == 1
-    assert "tensorboard" in cli("run", trained[0], "--runs", tmp_path, "--track", "tensorbord").error()
 
 
 def test_completion_and_the_list_of_networks(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert all(name in cli("models").out for name in ("mlp", "resnet50", "frozen"))
+    mlp = cli("models", "mlp").out
+    assert all(words in mlp for words in ("BatchNorm before every ReLU", "true, false"))
+    assert "did you mean 'mlp'" in cli("models", "mpl").error()
     assert names_of("methods")() == list(methods.names())
     for name in ("data", "models"):
         assert names_of(name)()
@@ -180,11 +185,6 @@ def test_completion_and_the_list_of_networks(cli: Cli, monkeypatch: pytest.Monke
     monkeypatch.setenv("COMP_WORDS", "fedshift methods feda")
     monkeypatch.setenv("COMP_CWORD", "2")
     assert cli("methods", "feda").out.split() == [name for name in methods.names() if name.startswith("feda")]
-    monkeypatch.setenv("COLUMNS", "200")
-    assert all(name in cli("models").out for name in ("mlp", "resnet50", "frozen"))
-    mlp = cli("models", "mlp").out
-    assert all(words in mlp for words in ("BatchNorm before every ReLU", "true, false"))
-    assert "did you mean 'mlp'" in cli("models", "mpl").error()
 
 
 def test_a_model_of_an_own_network_is_exported_with_its_code_named(cli: Cli, tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ RENDERERS = (
     "report/folding.py",
     "report/html.py",
     "report/page.py",
-    "report/pictures/",
     "report/plots.py",
     "report/sections/",
     "report/table_formats.py",
+    "report/table_picture.py",
     "report/templates/",
     "text.py",
 )
