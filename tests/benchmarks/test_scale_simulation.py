@@ -20,7 +20,7 @@ from scale_simulation import (
     row,
     simulate,
     threshold,
-)
+)  # fmt: skip
 
 CALM = Federation("calm", 40, 40, 0, 0, 10, 0.0, 0.0, 0.0, 1.0, 5.0, 1e9)
 """40 sites whose models of 10 bytes take 10 seconds down and 10 up, and a coordinator that reads one in 2 seconds."""

@@ -150,8 +150,7 @@ def test_mistakes_are_one_line(slurm: Slurm) -> None:
 
     def refused(*options: str) -> str:
         done = slurm.fedshift("run", file, *options)
-        assert done.returncode == 2
-        assert done.stderr.count("\n") == 1
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         return done.stderr
 
     assert "no such partition; did you mean 'low'? known: high, low" in refused("--slurm", "loww")

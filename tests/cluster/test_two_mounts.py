@@ -35,8 +35,8 @@ def on_its_own_machine(words: tuple[str, ...], said: str, pause: float) -> None:
     here = claims.Machine(f"machine-{os.getpid()}", "", "")
     claims.machine = lambda: here
     clock, hours = time.time, 3600.0 * random.Random(os.getpid()).uniform(-9, 9)
-    time.time = lambda: clock() + hours  # type: ignore[assignment]
-    Lines.round = lambda self, run, record: time.sleep(pause)  # type: ignore[method-assign]
+    time.time = lambda: clock() + hours
+    Lines.round = lambda self, run, record: time.sleep(pause)
     run_command(words, said, 0.0, {"FEDSHIFT_SILENCE": str(SILENCE), "OMP_NUM_THREADS": "1"})
 
 
@@ -96,10 +96,7 @@ def in_peace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("attempt", range(int(os.environ.get("FEDSHIFT_TRIES", "2"))))
 def test_kills_and_pauses(
-    two_mounts: tuple[Path, Path],
-    tmp_path: Path,
-    in_peace: dict[str, Any],
-    attempt: int,
+    two_mounts: tuple[Path, Path], tmp_path: Path, in_peace: dict[str, Any], attempt: int
 ) -> None:
     """Never a round twice, never a run lost, and the bits of a process that was left in peace."""
     file, logs, runs = (

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
-import torch
-import yaml
-from safetensors.torch import load_file
-from tiny import domains
+from site_yaml import SITES, UNSEEN, VECTOR_MODEL, site_file, write_data
 
 from fedshift.deploy.coordinator import EXPERIMENT, coordinate
-from fedshift.deploy.remote.requests import PROTOCOL, request_key
 from fedshift.deploy.remote.transport import Lost
-from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
+from fedshift.deploy.remote.wire import Message
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.federation.exchange import Answer, Request
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.messages import Content
 from fedshift.json_objects import write_object
-from fedshift.weights import Weights
 
 ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fraction": 0.3}
-SITES = {"north": 41, "south": 17, "east": 26}
-UNSEEN = {"west": 30}
-VECTOR_MODEL: dict[str, Any] = {"name": "mlp", "hidden": [8, 6]}
+
 
 T = TypeVar("T")
+
+
 Change = Callable[[str, dict[str, Any], Message | Lost], Message | Lost | list[Message]]
 
 
@@ -58,71 +51,27 @@ class Loopback:
                 yield site, item
 
 
-def forge(request: Message, content: Mapping[str, Content] | None = None, **changes: Any) -> Message:
-    """A request with other fields or other content, as a coordinator can make it: key and digest fit.
+def losing(*lost: tuple[str, str, int | None], why: str = "it is away") -> Change:
+    """Sites that are lost in the exchange of a kind (call, unmask) of a round; None: of every round."""
 
-    A changed ``key`` stays. A change to None leaves the field out.
-    """
-    header, genuine, _ = unseal(request)
-    body = body_of(genuine if content is None else content)
-    header = {name: value for name, value in {**header, **changes}.items() if changes.get(name, 0) is not None}
-    key = {} if "key" in changes else {"key": request_key(header, body.sha256)}
-    return seal({**header, **key}, body)
+    def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
+        number = header.get("envelope", header).get("round")
+        return Lost(why) if {(site, header["do"], number), (site, header["do"], None)} & {*lost} else answer
+
+    return change
 
 
-def answer_to(program: SiteProgram, request: Message) -> dict[str, Any]:
-    """The header of a site's answer."""
-    return unseal(program.handle(request, "an attacker"))[0]
-
-
-def write_data(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
-    """One npz per site with made-up vectors of three classes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for domain in domains(VECTOR_MODEL, sizes):
-        if not (folder / f"{domain.name}.npz").exists():
-            np.savez(folder / f"{domain.name}.npz", x=domain.inputs, y=domain.labels)
-    return {name: str(folder / f"{name}.npz") for name in sizes}
-
-
-def options_of(method: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """An experiment but for its data and engine."""
+def options_of(method: str | Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    training = {"rounds": 3, "batch_size": 8, "lr": 0.1, "momentum": 0.9, "reset_optimizer_each_round": False}
     return {
         "name": "tiny",
         "protocol": {"targets": ["west"], "seeds": [0], "test_fraction": 0.3},
         "model": VECTOR_MODEL,
-        "training": {
-            "rounds": 3,
-            "batch_size": 8,
-            "lr": 0.1,
-            "momentum": 0.9,
-            "reset_optimizer_each_round": False,
-        },
-        "methods": [method],
+        "training": training,
+        "methods": [{"name": method} if isinstance(method, str) else dict(method)],
         "device": "cpu",
         **changes,
     }
-
-
-def site_file(folder: Path, name: str, data: str, **policy: Any) -> Path:
-    """A SITE.yaml of one npz."""
-    site_yaml = folder / name / "SITE.yaml"
-    site_yaml.parent.mkdir(parents=True, exist_ok=True)
-    options = {
-        "site": name,
-        "data": {"name": "arrays", "sites": {name: data}},
-        "classes": ["0", "1", "2"],
-        "device": "cpu",
-        "threads": 1,
-        "policy": {"smallest_group": 1, **policy},
-    }
-    site_yaml.write_text(yaml.safe_dump(options))
-    return site_yaml
-
-
-def site_files(folder: Path, sites: Mapping[str, int] = SITES, **policy: Any) -> dict[str, Path]:
-    """A SITE.yaml for each of some sites, and their data."""
-    files = write_data(folder / "data", sites)
-    return {name: site_file(folder, name, files[name], **policy) for name in sites}
 
 
 class Killed(BaseException):
@@ -174,22 +123,32 @@ def deploy(
     options: dict[str, Any],
     *,
     sites: Mapping[str, int] = SITES,
-    unseen: Mapping[str, int] = UNSEEN,
+    unseen: Mapping[str, Any] = UNSEEN,
     transport: Loopback | None = None,
+    change: Change | None = None,
     engine: dict[str, Any] | None = None,
     **policy: Any,
 ) -> tuple[Path, Loopback]:
-    """Run a deployed experiment over a `Loopback`; ``(folder of the runs, the transport)``."""
-    files = write_data(folder / "data", {**sites, **unseen})
-    transport = transport or Loopback({name: site_file(folder, name, files[name], **policy) for name in sites})
-    unseen_section = {"name": "arrays", "sites": {name: files[name] for name in unseen}} if unseen else None
+    """Run a deployed experiment over a `Loopback`; ``(folder of the runs, the transport)``.
+
+    ``unseen`` may be a section of data.
+    """
+    section = None
+    if "name" in unseen:
+        section, unseen = unseen, {}
+    if transport is None or unseen:
+        files = write_data(folder / "data", {**sites, **unseen})
+        section = section or (unseen and {"name": "arrays", "sites": {name: files[name] for name in unseen}}) or None
+        transport = transport or Loopback(
+            {name: site_file(folder, name, files[name], **policy) for name in sites}, change
+        )
     whole = {
         **options,
-        "data": {"name": "sites", "unseen": unseen_section},
+        "data": {"name": "sites", "unseen": section},
         "engine": {"name": "flare", "threads": 1, **(engine or {})},
     }
     deployment_folder = folder / "deployment"
-    deployment_folder.mkdir(exist_ok=True)
+    deployment_folder.mkdir(exist_ok=True, parents=True)
     write_object(deployment_folder / EXPERIMENT, parse(whole).dump())
     coordinate(deployment_folder, transport, list(sites))
     return deployment_folder / "runs" / options["name"], transport
@@ -220,103 +179,11 @@ def simulate(
     options: dict[str, Any],
     sites: Mapping[str, int] = SITES,
     unseen: Mapping[str, int] = UNSEEN,
+    data: Mapping[str, Any] | None = None,
     **engine: Any,
 ) -> Path:
-    """The same experiment in the local engine."""
-    files = write_data(folder / "data", {**sites, **unseen})
-    data = {"name": "arrays", "sites": files, "classes": ["0", "1", "2"]}
+    """The same experiment in the local engine, of a section of ``data`` if it is given."""
+    if data is None:
+        data = {"name": "arrays", "sites": write_data(folder / "data", {**sites, **unseen}), "classes": ["0", "1", "2"]}
     experiment = parse({**options, "data": data, "engine": {"threads": 1, **engine}})
     return run_experiment(experiment, folder / "simulated")
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    """What the coordinator wrote down of a deployment."""
-    return [json.loads(line) for line in (folder / "deployment" / "progress.jsonl").read_text().splitlines()]
-
-
-__all__: Sequence[str] = ("SITES", "UNSEEN", "Loopback", "deploy", "events", "options_of", "simulate", "site_file")
-
-
-# Runs -----------------------------------------------------------------------------------------------------------------
-
-
-def model(folder: Path, method: str, target: str) -> dict[str, torch.Tensor]:
-    return load_file(folder / method / target / "seed-0" / "model.safetensors")
-
-
-def result(folder: Path, method: str, target: str) -> dict[str, Any]:
-    stored: dict[str, Any] = json.loads((folder / method / target / "seed-0" / "result.json").read_text())
-    return stored
-
-
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-SETTING: dict[str, Any] = {
-    "method": {"name": "fedavg", "options": {}},
-    "training": {},
-    "network": {"name": "linear"},
-    "preprocessing": {"kind": "features"},
-    "input_shape": [5],
-    "classes": 3,
-    "sources": 3,
-    "seed": 0,
-    "refuse": [],
-    "on_refusal": "stop",
-}
-CARD: dict[str, Any] = {
-    "versions": {"torch": "2"},
-    "shape": [2],
-    "type": "float32",
-    "preprocessing": {"kind": "features"},
-    "classes": ["a", "b"],
-    "samples": 4,
-    "rows": {"0": [3, 1]},
-    "given": None,
-    "grouped": False,
-    "fingerprint": "f",
-    "send": ["weights"],
-    "device": "cpu",
-    "threads": 1,
-}
-"""What a site says of itself."""
-
-
-def part_of(program: SiteProgram) -> dict[str, Any]:
-    """What a site trains on, as a request says it."""
-    split = {"test_fraction": 0.3, "split": "auto", "seed": 0}
-    return {"role": "source", "number": 0, "whole": False, "fingerprint": program.holding.fingerprint, "split": split}
-
-
-def call_header(program: SiteProgram, **changes: Any) -> dict[str, Any]:
-    """What a request for a call says, with something in it changed."""
-    return {
-        "do": "call",
-        "run": "r",
-        "call": "fit",
-        "envelope": {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5},
-        "memory": {},
-        "kept": {},
-        "checkpoint": 0,
-        "wire": "float32",
-        "setting": SETTING,
-        "part": part_of(program),
-        **changes,
-    }
-
-
-def full_answer(
-    program: SiteProgram, weights: Weights, sender: str = "someone", **changes: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a site answers to a request for a call with something in it changed: the header, and the content."""
-    header = {"protocol": PROTOCOL, **call_header(program, **changes)}
-    body = body_of({"weights": weights})
-    answer, content, _ = unseal(program.handle(seal({"key": request_key(header, body.sha256), **header}, body), sender))
-    return answer, content
-
-
-def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
-    """The header of what a site `full_answer`, to a linear model of zeros."""
-    start = Weights({"classifier.weight": torch.zeros(3, 5), "classifier.bias": torch.zeros(3)})
-    return full_answer(program, start, **changes)[0]

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback import SETTING, request
+from asked import SETTING, request
+from outcomes import one_line
+from pydantic import ValidationError
 from test_hostile_coordinator import hello, program_of
 from typer.testing import CliRunner
 
 from fedshift.cli.app import app
 from fedshift.deploy.agreed_terms import AgreedTerms, Peer, Terms
+from fedshift.deploy.approvals import Approver, public_key, same_person
 from fedshift.deploy.cli.site import agree_site
-from fedshift.deploy.remote.policy import Policy, TrainingBounds
-from fedshift.deploy.site_server import SiteProgram
+from fedshift.deploy.remote.policy import AuditLog, Policy, TrainingBounds
 from fedshift.errors import Refused, UserError
 from fedshift.json_objects import write_object
 from fedshift.models import registry as models
+from tried import case
 
 
 def wide(width: int) -> Any:
@@ -59,9 +64,7 @@ def test_a_flood_drops_the_oldest_and_an_honest_request_is_the_newest_again(site
         ask(terms, width, run="flood")
     assert ask(terms, 8, run="honest")
     waiting = terms.requests()
-    assert len(waiting) == 20
-    assert widths(waiting)[0] == 8
-    assert waiting[0].run == "honest"
+    assert (len(waiting), widths(waiting)[0], waiting[0].run) == (20, 8, "honest")
     assert widths(waiting)[1:] == list(range(1029, 1010, -1))
     assert len({request.number for request in waiting}) == 20
 
@@ -74,8 +77,7 @@ def test_requests_are_chosen_by_number(site: tuple[AgreedTerms, Path]) -> None:
     number = terms.requests()[1].number
     ask(terms, 7)  # a request that comes since moves no number
     agree_site(path, yes=True, only=[number])
-    assert widths(terms.requests()) == [7, 6, 4]
-    assert ask(terms, 5) == ""
+    assert (widths(terms.requests()), ask(terms, 5)) == ([7, 6, 4], "")
     assert ask(terms, 4)
     with pytest.raises(UserError, match="--only 99"):
         agree_site(path, yes=True, only=[99])
@@ -167,27 +169,28 @@ BOUNDS = {"lr": 0.1, "batch_size": 8, "rounds": 3, "mini_batches": 40, "local_ep
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({}, None, marks=pytest.mark.case("bounds of training", "just within all of them")),
-        pytest.param({"lr": 1e4}, "lr", marks=pytest.mark.case("bounds of training", "a rate of 10,000")),
-        pytest.param({"batch_size": 1}, "batch_size", marks=pytest.mark.case("bounds of training", "batches of one")),
-        pytest.param({"rounds": 4}, "rounds", marks=pytest.mark.case("bounds of training", "a round more")),
-        pytest.param(
-            {"layer_rates": {"features": 1000}}, "lr", marks=pytest.mark.case("bounds of training", "layer_rates")
-        ),
-        pytest.param(
+        case("bounds of training", "just within all of them", {}, None),
+        case("bounds of training", "a rate of 10,000", {"lr": 1e4}, "lr"),
+        case("bounds of training", "batches of one", {"batch_size": 1}, "batch_size"),
+        case("bounds of training", "a round more", {"rounds": 4}, "rounds"),
+        case("bounds of training", "layer_rates", {"layer_rates": {"features": 1000}}, "lr"),
+        case(
+            "bounds of training",
+            "a later round than the options say",
             {"envelope": {"exchange": 1, "round": 9, "progress": 0.0, "mini_batches_left": 5}},
             "rounds",
-            marks=pytest.mark.case("bounds of training", "a later round than the options say"),
         ),
-        pytest.param(
+        case(
+            "bounds of training",
+            "more mini-batches than allowed",
             {"envelope": {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 41}},
             "mini_batches",
-            marks=pytest.mark.case("bounds of training", "more mini-batches than allowed"),
         ),
-        pytest.param(
+        case(
+            "bounds of training",
+            "more passes over the data",
             {"method": {"name": "fedavg", "options": {"local_epochs": 3}}},
             "local_epochs",
-            marks=pytest.mark.case("bounds of training", "more passes over the data"),
         ),
     ],
 )
@@ -232,17 +235,13 @@ def test_without_the_rule_nothing_is_bound(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        pytest.param({"models": 3}, marks=pytest.mark.case("stored agreements", "a number for a list")),
-        pytest.param("[]", marks=pytest.mark.case("stored agreements", "a list")),
-        pytest.param("", marks=pytest.mark.case("stored agreements", "an empty file")),
-        pytest.param({"agreed": {"models": "all"}}, marks=pytest.mark.case("stored agreements", "text for networks")),
-        pytest.param({"agreed": {}, "all": True}, marks=pytest.mark.case("stored agreements", "an unknown field")),
-        pytest.param(
-            {"agreed": {"training": [{"lr": -1}]}}, marks=pytest.mark.case("stored agreements", "a negative bound")
-        ),
-        pytest.param(
-            '{"agreed": {}, "_sha257": ""}', marks=pytest.mark.case("stored agreements", "a damaged name of its digest")
-        ),
+        case("stored agreements", "a number for a list", {"models": 3}),
+        case("stored agreements", "a list", "[]"),
+        case("stored agreements", "an empty file", ""),
+        case("stored agreements", "text for networks", {"agreed": {"models": "all"}}),
+        case("stored agreements", "an unknown field", {"agreed": {}, "all": True}),
+        case("stored agreements", "a negative bound", {"agreed": {"training": [{"lr": -1}]}}),
+        case("stored agreements", "a damaged name of its digest", '{"agreed": {}, "_sha257": ""}'),
     ],
 )
 def test_a_damaged_file_agrees_to_nothing(content: str | dict[str, Any], tmp_path: Path) -> None:
@@ -269,10 +268,125 @@ def test_terms_add_up() -> None:
     assert not old.without(old)
 
 
-def test_the_program_of_a_site_notes_who_asks(tmp_path: Path) -> None:
-    program: SiteProgram = program_of(tmp_path)
-    assert "error" not in request(program)
-    request(program, setting={**SETTING, "network": {"name": "mlp", "hidden": [4]}}, run="s")
+def two_people(folder: Path, **policy: Any) -> AgreedTerms:
+    return AgreedTerms(folder, "north", Policy(approvals=2, **policy))
+
+
+def test_nothing_is_agreed_to_as_the_first(tmp_path: Path) -> None:
+    program = program_of(tmp_path, approvals=2, training="first")
+    message = request(program, do="hello", **hello())["message"]
+    assert "2 people there may" in message
     (waiting,) = program.terms.requests()
-    assert (waiting.coordinator, waiting.run) == ("someone", "s")
-    assert waiting.when > 1e9
+    assert waiting.lacks.splits
+    assert not program.terms.in_force()
+
+
+@pytest.mark.threat("other_terms")
+@pytest.mark.parametrize("second", ["Ana", "ana", " ANA ", "\uff21na", "Ana  "])
+def test_one_name_twice_is_one_person(second: str, tmp_path: Path) -> None:
+    terms = two_people(tmp_path)
+    assert ask(terms, 4)
+    assert terms.agree(terms.requests(), Approver("Ana")) == ("Ana",)
+    assert len(terms.agree(terms.requests(), Approver(second))) == 1
+    assert ask(terms, 4)  # asked again, which keeps what was approved
+    assert (len(terms.agree(terms.requests(), Approver("Ben"))), ask(terms, 4)) == (2, "")
+
+
+def test_an_approval_is_of_one_request_as_it_was_shown(tmp_path: Path) -> None:
+    terms = two_people(tmp_path)
+    ask(terms, 4)
+    ask(terms, 5)
+    five, four = terms.requests()
+    terms.agree([four], Approver("Ana"))
+    terms.agree([five], Approver("Ben"))
+    assert widths(terms.requests()) == [5, 4]
+    assert [terms.approvals(request) for request in terms.requests()] == [("Ben",), ("Ana",)]
+    other = terms.requests()[1].model_copy(update={"lacks": five.lacks})
+    assert terms.approvals(other) == ()
+    terms.refuse([terms.requests()[1]])  # one person is enough for a no, and it ends what was approved
+    terms.agree([terms.refusals()[0]], Approver("Ben"))
+    assert "has refused" in ask(terms, 4)
+    with pytest.raises(Refused, match="rule policy"):
+        terms.agree(terms.requests())
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Private keys of three people, and public ones beside them, as OpenSSH's own program writes them."""
+    pytest.importorskip("cryptography", reason="cryptography is not installed: pip install -e '.[deploy]'")
+    program, folder = shutil.which("ssh-keygen"), tmp_path_factory.mktemp("keys")
+    for name in ("ana", "ben", "eve"):
+        if program is not None:
+            subprocess.run([program, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+        else:
+            _write_key(folder / name)
+    return folder
+
+
+def _write_key(file: Path) -> None:
+    from cryptography.hazmat.primitives import serialization as forms
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    file.write_bytes(key.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.OpenSSH, forms.NoEncryption()))
+    public = key.public_key().public_bytes(forms.Encoding.OpenSSH, forms.PublicFormat.OpenSSH)
+    file.with_suffix(".pub").write_bytes(public + f" {file.name}@example\n".encode())
+
+
+@pytest.fixture
+def signing_site(keys: Path, tmp_path: Path) -> tuple[AgreedTerms, Path]:
+    """A signing_site whose file lists the keys of two people, and its SITE.yaml."""
+    approvers = {name: keys.joinpath(f"{name}.pub").read_text() for name in ("ana", "ben")}
+    program = program_of(tmp_path, approvals=2, approvers=approvers)
+    assert ask(program.terms, 4)
+    return program.terms, program.config.path
+
+
+def test_two_people_sign_with_their_keys(signing_site: tuple[AgreedTerms, Path], keys: Path, capsys: Any) -> None:
+    terms, path = signing_site
+    for wrong, message in (
+        ({}, "--as NAME"),
+        ({"name": "anna"}, "did you mean 'ana'"),
+        ({"name": "ana"}, "--key FILE"),
+        ({"name": "ana", "key": keys / "eve"}, "not the key"),
+        ({"name": "ana", "key": keys / "ana.pub"}, "no private key"),
+        ({"name": "ana", "key": keys / "absent"}, "cannot read"),
+    ):
+        with one_line(message):
+            agree_site(path, yes=True, **wrong)
+    for _ in range(2):
+        agree_site(path, yes=True, name="ana", key=keys / "ana")
+        assert "once another person agreed" in capsys.readouterr().out
+    assert ask(terms, 4)
+    agree_site(path, yes=True, name="Ben", key=keys / "ben")
+    assert ask(terms, 4) == ""
+    (line,) = [entry for entry in AuditLog.check(path.parent / "memory" / "audit.jsonl")[0] if entry["do"] == "agree"]
+    assert line["people"] == ["ana", "ben"]
+
+
+@pytest.mark.threat("other_terms")
+def test_a_signature_written_into_the_file_does_not_count(signing_site: tuple[AgreedTerms, Path], keys: Path) -> None:
+    terms, path = signing_site
+    agree_site(path, yes=True, name="ana", key=keys / "ana")
+    (waiting,) = terms.requests()
+    (approval,) = waiting.approvals
+    for forged in (
+        approval.model_copy(update={"person": "ben"}),
+        approval.model_copy(update={"person": "ben", "signature": ""}),
+        approval.model_copy(update={"person": "eve"}),
+    ):
+        assert terms.approvals(waiting.model_copy(update={"approvals": (approval, forged)})) == ("ana",)
+
+
+def test_mistakes_in_the_list_of_people_are_one_line(keys: Path) -> None:
+    ana, ben = (keys.joinpath(f"{name}.pub").read_text() for name in ("ana", "ben"))
+    for wrong, message in (
+        ({"ana": ana}, "lists 1 of the 2 people"),
+        ({"ana": ana, "Ana": ben}, "same name"),
+        ({"ana": ana, "ben": ana}, "same key"),
+        ({"ana": ana, "ben": "ssh-rsa AAAA"}, "'ben' is not a public key"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            Policy(approvals=2, approvers=wrong)
+    assert public_key(ana) == " ".join(ana.split()[:2])
+    assert same_person("Ana") != same_person("Anna")

@@ -9,21 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import ADAPT, UNSEEN, Loopback, deploy, events, model, options_of, same, site_files
+from loopback import ADAPT, Killed, Loopback, Without, deploy, killed_when, losing, options_of, simulate
+from outcomes import alike, events, model, one_line, rounds_of, same
+from site_yaml import SITES, site_file, site_files
+from test_refusals import EVERYTHING
 from test_refusals import images as write_images
 from test_remote import METHODS
-from tiny import normed_for
 
+from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.site_cards import MOST_SAMPLES
-from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.messages import KINDS, Reply, Update
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
+from fedshift.federation.messages import Features, Reply, Spectra, Styles, Update
 from fedshift.federation.replies import TensorCheck, checked_reply
-from fedshift.methods import registry
 from fedshift.methods.federated.copa import Part
 from fedshift.methods.federated.shot import Adapted
-from fedshift.methods.on_clip import OnClip
-from fedshift.weights import Weights
+from fedshift.weights import NamedTensors, Weights
 
 HOSTILE = "north"
 """The first site that is asked: nobody has said before how an answer looks."""
@@ -57,9 +58,6 @@ def says(**header: Any) -> Spoil:
     return lambda reply_header, content: reply_header.update(header)
 
 
-# Models --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.threat("other_shape", "claimed_samples")
 @pytest.mark.parametrize(
     ("method", "call", "spoil"),
@@ -72,15 +70,11 @@ def says(**header: Any) -> Spoil:
         ({"name": "csac", **METHODS["csac"]}, "acquire", puts(weights=STRANGE)),
         ({"name": "copa"}, "fit", puts(features=STRANGE)),
         ({"name": "copa"}, "fit", puts(classifier=STRANGE)),
-        (
-            {"name": "copa"},
-            "fit",
-            lambda reply_header, reply: reply.update(classifier=reply["features"]),
-        ),
+        ({"name": "copa"}, "fit", lambda reply_header, reply: reply.update(classifier=reply["features"])),
     ],
     ids=["sent", "nothing", "samples", "more-samples", "less-samples", "not-sent", "part", "other-part", "wrong-part"],
 )
-def test_the_first_reply_does_not_say_how_the_others_must_be(
+def test_the_first_reply_is_no_model_for_others(
     method: dict[str, Any], call: str, spoil: Spoil, tmp_path: Path
 ) -> None:
     """Refused in every exchange of the call, and nobody else is."""
@@ -102,30 +96,6 @@ def test_a_target_cannot_send_a_part_of_a_model(tmp_path: Path) -> None:
                 unseen={},
                 transport=attack(folder, less, call=call),
             )
-
-
-DEPLOYED = [
-    name
-    for name in registry.names()
-    if not registry.method_class(name).traits.pooled and not registry.method_class(name).traits.keeps
-    if not issubclass(registry.method_class(name), OnClip)  # a site reads no folder that a coordinator names
-]
-
-
-@pytest.mark.parametrize("name", DEPLOYED)
-def test_no_honest_reply_is_refused(name: str, tmp_path: Path) -> None:
-    asked = {"name": name, **registry.method_class(name).traits.small}
-    method = registry.parse(asked)
-    write_images(tmp_path)
-    options = options_of(
-        asked,
-        model=normed_for(method),
-        training={"rounds": 2, "batch_size": 8, "lr": 0.05},
-        **({"protocol": ADAPT} if method.traits.needs_target else {}),
-    )
-    unseen = {} if method.traits.needs_target else UNSEEN
-    deploy(tmp_path, options, unseen=unseen, send=[*KINDS, "numbers", "accuracy"], engine={"quorum": 1})
-    assert refusals(tmp_path) == set()
 
 
 LIKE = {"features.weight": torch.zeros(2, 3), "classifier.heads.0.weight": torch.zeros(4, 2)}
@@ -196,9 +166,6 @@ def test_models_that_nobody_was_sent_are_whole(tensors: dict[str, torch.Tensor],
             TensorCheck(LIKE).check("call", kind, content, {})
 
 
-# Numbers -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.threat("impossible_work")
 @pytest.mark.parametrize("number", [HUGE, 2**60, 10_000, -1, True, 1.5, None])
 def test_mini_batches_that_cannot_be_are_refused(number: Any, tmp_path: Path) -> None:
@@ -206,7 +173,7 @@ def test_mini_batches_that_cannot_be_are_refused(number: Any, tmp_path: Path) ->
     spoil = says(mini_batches=number)
     there, _ = deploy(tmp_path, options, transport=attack(tmp_path, spoil), engine={"quorum": 2})
     assert refusals(tmp_path) == {HOSTILE}
-    lines = [json.loads(line) for line in (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()]
+    lines = rounds_of(there)
     assert len(lines) == 3
     assert {site for line in lines for site in line["aggregation_weights"]} == {"south", "east"}
 
@@ -224,10 +191,9 @@ def test_a_site_may_use_up_all_that_it_had_left(tmp_path: Path) -> None:
         left.append(header.get("envelope", {}).get("mini_batches_left"))
         return handle(message, coordinator)
 
-    transport.programs[HOSTILE].handle = note_message  # type: ignore[method-assign]
+    transport.programs[HOSTILE].handle = note_message
     deploy(tmp_path, options_of({"name": "fedavg"}), transport=transport)
-    assert refusals(tmp_path) == set()
-    assert [count for count in left if count is not None] == [12, 0, 0]
+    assert (refusals(tmp_path), [count for count in left if count is not None]) == (set(), [12, 0, 0])
 
 
 @pytest.mark.parametrize("number", [HUGE, pytest.param(-(10**400), id="-huge"), 2**53 + 1])
@@ -237,9 +203,6 @@ def test_integers_that_no_float_holds_are_refused(number: int) -> None:
         with pytest.raises(FedshiftError, match=f"'{name}' of a Update"):
             checked_reply(Update, {**content, name: number})
     assert checked_reply(Update, content) == Update(WHOLE, 3, 0.5)
-
-
-# Before training -----------------------------------------------------------------------------------------------------
 
 
 def table(categories: list[str], **changes: Any) -> dict[str, Any]:
@@ -277,10 +240,7 @@ def table(categories: list[str], **changes: Any) -> dict[str, Any]:
         ({"versions": {"torch": 2}}, r"card\.versions"),
         ({"grouped": "yes"}, r"card\.grouped"),
         ({"given": {"kind": "moments"}}, r"card\.given"),
-        (
-            {"given": {"kind": "moments", "count": 41, "total": [1e200] * 5, "squares": [1.0] * 5}},
-            r"card\.given",
-        ),
+        ({"given": {"kind": "moments", "count": 41, "total": [1e200] * 5, "squares": [1.0] * 5}}, r"card\.given"),
         ({"given": {"kind": "moments", "count": 41, "total": [1.0] * 4, "squares": [1.0] * 4}}, "one sum for each"),
         (
             {"given": {"kind": "moments", "count": 206, "total": [1.0] * 5, "squares": [1.0] * 5}},
@@ -309,22 +269,14 @@ def test_no_card_at_all(card: Any, tmp_path: Path) -> None:
     def without(header: dict[str, Any], content: dict[str, Any]) -> None:
         header.pop("card") if card is None else header.update(card=card)
 
-    with pytest.raises(UserError, match=f"site '{HOSTILE}': its answer cannot be read: card") as told:
+    with one_line(f"site '{HOSTILE}': its answer cannot be read: card"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=attack(tmp_path, without, do="hello"))
-    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("moment", [None, "now", True, HUGE, 1e300, -1])
 def test_a_clock_that_shows_no_time(moment: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"site '{HOSTILE}': its answer cannot be read: time"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=attack(tmp_path, says(time=moment), do="hello"))
-
-
-def test_without_an_attack_the_bits_are_the_same(tmp_path: Path) -> None:
-    options = options_of({"name": "copa"})
-    there, _ = deploy(tmp_path / "a", options, transport=attack(tmp_path / "a", lambda header, content: None))
-    again, _ = deploy(tmp_path / "b", options)
-    assert same(model(there, "copa", "west"), model(again, "copa", "west"))
 
 
 @pytest.mark.parametrize(("asked", "agreed"), [(2, True), (3, True), (4, False), (5, False)])
@@ -338,3 +290,266 @@ def test_two_that_answer_alike_decide_for_later_if_they_are_most_of_those_asked(
             check.check("call", Part, {"classifier": WHOLE}, {})
     else:
         assert check.check("call", Part, {"classifier": WHOLE}, {}) is not None
+
+
+CNN = {"name": "mnist_cnn", "channels": [3, 4], "hidden": 6}
+BAD_REPLIES_OF: dict[str, dict[str, Any]] = {
+    "fedavg": {"name": "fedavg"},
+    "elcfs": {"name": "elcfs", "setting": "light", "label": "elcfs"},
+    "ccst": {"name": "ccst"},
+    "fada": {"name": "fada", "steps_per_round": 2, "variant": "I"},
+    "copa": {"name": "copa", "local_epochs": 1},
+}
+
+
+def change_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor], rename: str = "") -> Spoil:
+    """Every tensor of a field changed, and renamed if ``rename`` is given."""
+
+    def spoil(header: dict[str, Any], content: dict[str, Any]) -> None:
+        tensors: NamedTensors = content[name]
+        content[name] = type(tensors)({rename or key: change(tensor) for key, tensor in tensors.items()})
+
+    return spoil
+
+
+def to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype)
+
+
+def fill_with(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: torch.full_like(tensor, value) if tensor.is_floating_point() else tensor
+
+
+def forge_error(error: str) -> Spoil:
+    return lambda header, content: header.update(error=error, message="site 'south' refuses to send weights")
+
+
+CASES: dict[str, tuple[str, str, Spoil]] = {
+    "numbers without extremes": ("fedavg", "fit", change_tensor("weights", to(torch.float8_e4m3fn))),
+    "half a character": ("fedavg", "fit", puts(loss="\ud800")),
+    "a loss of nan": ("fedavg", "fit", puts(loss=float("nan"))),
+    "a loss of infinity": ("fedavg", "fit", puts(loss=float("inf"))),
+    "weights of 3e38": ("fedavg", "fit", change_tensor("weights", fill_with(3e38))),
+    "a forged refusal": ("fedavg", "fit", forge_error("Refused")),
+    "a forged refusal of a kind": ("fedavg", "fit", forge_error("KindRefused")),
+    "more memory than there is": ("fedavg", "fit", says(memory={str(number): "" for number in range(9)})),
+    "memory outside of the folder": ("fedavg", "fit", says(memory={"optimizer": "../optimizer"})),
+    "memory in a file without a name": ("fedavg", "fit", says(memory={"optimizer": ""})),
+    "spectra of another window": ("elcfs", "share_spectra", change_tensor("spectra", lambda t: t[..., :1, :1])),
+    "spectra of fewer images": ("elcfs", "share_spectra", change_tensor("spectra", lambda t: t[:3])),
+    "spectra of 3e38": ("elcfs", "share_spectra", change_tensor("spectra", fill_with(3e38))),
+    "spectra of another type": ("elcfs", "share_spectra", change_tensor("spectra", to(torch.float64))),
+    "another size of images": ("elcfs", "share_spectra", puts(height=5)),
+    "spectra by another name": ("elcfs", "share_spectra", puts(spectra=Spectra({"x": torch.zeros(1)}))),
+    "styles of two channels": ("ccst", "share_styles", change_tensor("styles", lambda t: torch.cat([t, t], 1))),
+    "styles of 3e38": ("ccst", "share_styles", change_tensor("styles", fill_with(3e38))),
+    "no styles": ("ccst", "share_styles", puts(styles=Styles({}))),
+    "features of another width": ("fada", "begin", change_tensor("features", lambda t: t[:, :2])),
+    "features of too many samples": ("fada", "go_on", change_tensor("features", lambda t: t.repeat(3, 1))),
+    "features of another type": ("fada", "begin", change_tensor("features", to(torch.float64))),
+    "features by another name": ("fada", "begin", change_tensor("features", lambda t: t, rename="x")),
+    "features that are none": ("fada", "begin", puts(features=Features({"features": torch.zeros(())}))),
+    "a classifier of 3e38": ("copa", "fit", change_tensor("classifier", fill_with(3e38))),
+}
+
+
+@pytest.mark.threat("broken_field", "forged_refusal", "wrong_spectra", "huge_weights")
+@pytest.mark.parametrize("case", CASES)
+def test_a_quorum_goes_on_without_it(case: str, tmp_path: Path) -> None:
+    method, call, spoil = CASES[case]
+    adapts = method == "fada"
+    if not adapts:
+        write_images(tmp_path)
+    options = options_of(
+        BAD_REPLIES_OF[method],
+        training={"rounds": 2, "batch_size": 8, "lr": 0.05},
+        **({"protocol": ADAPT} if adapts else {"model": CNN}),
+    )
+    transport = attack(tmp_path, spoil, call=call, send=EVERYTHING)
+    there, _ = deploy(
+        tmp_path,
+        options,
+        transport=transport,
+        engine={"quorum": 1 if adapts else 2},
+        **({"unseen": {}} if adapts else {}),
+    )
+    target = "east" if adapts else "west"
+    run = there / method / target / "seed-0"
+    assert refusals(tmp_path) == {HOSTILE}
+    named = [json.loads(line)["extra"] for line in (run / "rounds.jsonl").read_text().splitlines()]
+    assert {site for extra in named for part in ("missing", "refused") for site in extra.get(part, {})} == {HOSTILE}
+    Weights(model(there, method, target)).check_finite("the model")
+
+
+def test_without_a_quorum_the_run_ends_and_names_it(tmp_path: Path) -> None:
+    transport = attack(tmp_path, change_tensor("weights", fill_with(3e38)), call="fit")
+    with pytest.raises(FedshiftError, match=f"site '{HOSTILE}' .*norm"):
+        deploy(tmp_path, options_of({"name": "fedavg"}), transport=transport)
+
+
+def test_an_answer_that_breaks_the_check_is_its_sites_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedshift.federation import replies
+
+    real = replies.ReplyCheck.check
+
+    def fails(self: Any, call: str, site: str, *rest: Any) -> Any:
+        if site == HOSTILE:
+            raise NotImplementedError("nobody thought of this")
+        return real(self, call, site, *rest)
+
+    monkeypatch.setattr(replies.ReplyCheck, "check", fails)
+    deploy(tmp_path, options_of({"name": "fedavg"}), engine={"quorum": 2})
+    assert refusals(tmp_path) == {HOSTILE}
+
+
+@pytest.mark.threat("claimed_samples")
+def test_claimed_samples_make_no_more_rounds(tmp_path: Path) -> None:
+    """A site of 41 samples that says 4,100: as many rounds as planned, and in each of them the others train."""
+
+    def claims(header: dict[str, Any], content: dict[str, Any]) -> None:
+        header["card"] |= {"samples": 4100, "rows": {"0": [2870, 1230]}}
+
+    there, _ = deploy(tmp_path, options_of({"name": "fedavg"}), transport=attack(tmp_path, claims, do="hello"))
+    lines = (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+    trained = [event for event in events(tmp_path) if event["what"] == "trained" and event["site"] != HOSTILE]
+    assert len(trained) == 3 * 2
+    assert all(event["mini_batches"] > 0 for event in trained)
+
+
+@pytest.mark.threat("forged_refusal")
+def test_a_refusal_when_the_run_is_resumed_does_not_end_it(tmp_path: Path) -> None:
+    options = options_of({"name": "fedavg"})
+    deploy(tmp_path, options, engine={"quorum": 2})
+
+    def refuses(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
+        if site != HOSTILE or header["do"] != "hello":
+            return answer
+        return seal({"error": "Refused", "message": "site 'south' refuses"}, body_of({}))
+
+    places = {site: site_file(tmp_path, site, str(tmp_path / "data" / f"{site}.npz")) for site in SITES}
+    deploy(tmp_path, options, transport=Loopback(places, refuses), engine={"quorum": 2})
+    assert refusals(tmp_path) == {HOSTILE}
+    with pytest.raises(FedshiftError, match=f"site '{HOSTILE}' cannot take part"):
+        deploy(tmp_path, options, transport=Loopback(places, refuses))
+
+
+LATER: dict[str, Callable[[Message], Message | Lost]] = {
+    "late": lambda answer: Lost("no reply within 5 s"),
+    "error": lambda answer: seal({"error": "FedshiftError", "message": "its disk is full"}, body_of({})),
+    "diverged": lambda answer: seal({"error": "TrainingDiverged", "message": "in round 2: no number"}, body_of({})),
+    "garbage": lambda answer: Message(answer.header, answer.body[:-7], answer.digest),
+    "nan": lambda answer: changed_weights(answer, lambda tensor: tensor * float("nan")),
+    "shape": lambda answer: changed_weights(answer, lambda tensor: tensor[:-1]),
+    "other": lambda answer: seal({**unseal(answer)[0], "answers": "0" * 64}, body_of(unseal(answer)[1])),
+    "fields": lambda answer: seal(unseal(answer)[0], body_of({**unseal(answer)[1], "more": 1})),
+}
+
+
+def changed_weights(answer: Message, change: Callable[[torch.Tensor], torch.Tensor]) -> Message:
+    header, content, _ = unseal(answer)
+    weights: Any = content["weights"]
+    name, tensor = next(iter(weights.items()))
+    return seal(header, body_of({**content, "weights": weights.merge({name: change(tensor)})}))
+
+
+@pytest.mark.threat("no_message", "replayed_reply", "other_shape", "broken_field")
+@pytest.mark.parametrize("how", LATER)
+def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str, tmp_path: Path) -> None:
+    def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
+        now = site == "south" and header["do"] == "call" and header["envelope"]["round"] == 2
+        return LATER[how](answer) if now else answer
+
+    transport = Loopback(site_files(tmp_path), spoil)
+    there, _ = deploy(tmp_path, options_of("fedavg"), transport=transport, engine={"quorum": 2})
+    losses = [event for event in events(tmp_path) if event.get("is") in ("lost", "refused")]
+    assert {(event["site"], event["round"]) for event in losses} == {("south", 2)}
+    assert ("refused" in {event["is"] for event in losses}) == (how not in ("late", "error", "diverged"))
+    lines = rounds_of(there)
+    assert [set(line["aggregation_weights"]) for line in lines] == [set(SITES), {"north", "east"}, set(SITES)]
+    assert [list(line["extra"].get("missing", {})) for line in lines] == [[], ["south"], []]
+
+
+@pytest.mark.parametrize("quorum", [None, 3])
+def test_training_that_went_wrong_ends_the_run_without_enough_others(quorum: int | None, tmp_path: Path) -> None:
+    def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if site != "south" or header["do"] != "call":
+            return answer
+        return seal({"error": "TrainingDiverged", "message": "site 'south' in round 1: no number"}, body_of({}))
+
+    transport = Loopback(site_files(tmp_path), spoil)
+    with pytest.raises(TrainingDiverged, match="site 'south' in round 1: no number"):
+        deploy(tmp_path, options_of({"name": "fedavg"}), transport=transport, engine={"quorum": quorum})
+
+
+def test_a_lost_site_without_a_quorum_ends_the_run_with_a_clear_message(tmp_path: Path) -> None:
+    places = site_files(tmp_path)
+    with pytest.raises(FedshiftError, match=r"'south' is lost .*deploy resume.*engine\.quorum"):
+        deploy(tmp_path, options_of("fedavg"), transport=Loopback(places, losing(("south", "call", None))))
+    there, _ = deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places))  # it is back
+    assert same(
+        model(there, "fedavg", "west"), model(simulate(tmp_path, options_of({"name": "fedavg"})), "fedavg", "west")
+    )
+
+
+def test_a_round_that_a_site_misses_ends_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, away = options_of("fedavg"), Loopback(site_files(tmp_path), losing(("south", "call", 2)))
+    there, _ = deploy(tmp_path, options, transport=away, engine={"quorum": 2})
+    monkeypatch.setattr(Without, "absent", {("south", 2)})
+    monkeypatch.setattr("fedshift.experiment.runs.round_loop.LocalFederation", Without)
+    here = simulate(tmp_path, options)
+    assert alike(here, there)
+
+
+@pytest.mark.threat("replayed_reply")
+def test_a_second_reply_is_refused(tmp_path: Path) -> None:
+    doubled = Loopback(
+        site_files(tmp_path), lambda site, header, answer: [answer, answer] if site == "north" else answer
+    )
+    options = options_of({"name": "fedavg"})
+    there, _ = deploy(tmp_path, options, transport=doubled)
+    assert same(model(simulate(tmp_path, options), "fedavg", "west"), model(there, "fedavg", "west"))
+    assert {event["what"] for event in events(tmp_path) if "second reply" in event.get("reason", "")} == {
+        "fit",
+        "measure",
+    }
+
+
+@pytest.mark.threat("replayed_reply")
+def test_the_reply_of_an_earlier_round_is_refused(tmp_path: Path) -> None:
+    sent: list[Any] = []
+
+    def replay(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if site != HOSTILE or header["do"] != "call":
+            return answer
+        sent.append(answer)
+        return sent[0]
+
+    deploy(
+        tmp_path, options_of({"name": "fedavg"}), transport=Loopback(site_files(tmp_path), replay), engine={"quorum": 2}
+    )
+    assert {(event["site"], event["round"]) for event in events(tmp_path) if event.get("is") == "refused"} == {
+        (HOSTILE, 2),
+        (HOSTILE, 3),
+    }
+
+
+def test_a_site_that_is_lost_before_the_run_goes_on_stands_in_by_its_card(tmp_path: Path) -> None:
+    places = site_files(tmp_path)
+    options = options_of({"name": "fedavg"})
+    die = killed_when(lambda site, header: header.get("envelope", {}).get("round") == 2)
+    with pytest.raises(Killed):
+        deploy(tmp_path, options, transport=Loopback(places, die))
+    away = Loopback(places, lambda site, header, answer: Lost("away") if site == "east" else answer)
+    there, _ = deploy(tmp_path, options, transport=away, engine={"quorum": 2})
+    assert (there / "fedavg/west/seed-0/result.json").exists()
+    with pytest.raises(UserError, match="site 'east' cannot take part: away"):
+        deploy(tmp_path / "new", options, transport=away, engine={"quorum": 2})
+
+
+def test_replies_in_any_order_give_the_same_bits(tmp_path: Path) -> None:
+    backwards = Loopback(site_files(tmp_path))
+    backwards.backwards = True
+    options = options_of({"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1})
+    there, _ = deploy(tmp_path, options, transport=backwards)
+    assert same(model(simulate(tmp_path, options), "csac", "west"), model(there, "csac", "west"))

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
-from loopback import Loopback, deploy, model, options_of, same, simulate, site_file, write_data
+from loopback import Loopback, deploy, options_of, simulate
+from outcomes import alike, model, same
+from site_yaml import site_file, table_files, write_data
 
 from fedshift.deploy.remote.policy import Policy
 from fedshift.errors import UserError
-from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.runs.experiment_loop import run_experiment
 
 SITES = {"north": 21, "south": 17}
 CODE = """
@@ -44,7 +43,7 @@ def test_a_listed_network_trains_as_in_a_simulation(tmp_path: Path) -> None:
     options = options_of({"name": "fedavg"}, model=LISTED)
     deployed, _ = deploy(tmp_path, options, sites=SITES, models=[LISTED])
     simulated = simulate(tmp_path, options, SITES)
-    assert same(model(deployed, "fedavg", "west"), model(simulated, "fedavg", "west"))
+    assert alike(deployed, simulated)
 
 
 @pytest.mark.threat("code_or_method")
@@ -52,8 +51,9 @@ def test_a_listed_network_trains_as_in_a_simulation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("models", ["first", "all", [{"name": "mlp"}], [{**LISTED, "width": 6}]])
 def test_a_site_refuses_what_it_does_not_list(models: Any, tmp_path: Path) -> None:
     files = write_data(tmp_path / "data", SITES)
-    places = {site: site_file(tmp_path, site, files[site], models=[LISTED]) for site in SITES}
-    places["south"] = site_file(tmp_path, "south", files["south"], models=models)
+    places = {
+        site: site_file(tmp_path, site, files[site], models=models if site == "south" else [LISTED]) for site in SITES
+    }
     with pytest.raises(UserError, match=r"site 'south' .*policy\.models"):
         deploy(tmp_path, options_of({"name": "fedavg"}, model=LISTED), sites=SITES, transport=Loopback(places))
 
@@ -88,59 +88,49 @@ def test_sites_train_adapters_as_in_a_simulation(tmp_path: Path) -> None:
     assert same(model(deployed, "fedavg", "west"), model(simulate(tmp_path, options, SITES), "fedavg", "west"))
 
 
+BERT = {"name": "hf:bert", "vocab_size": 20, "max_position_embeddings": 8, "hidden_size": 8, "num_hidden_layers": 1}
+BERT |= {"num_attention_heads": 2, "intermediate_size": 8}
+
+
 @pytest.mark.slow  # the import of transformers takes seconds
 def test_sites_train_on_tokens_as_in_a_simulation(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    bert = {"name": "hf:bert", "vocab_size": 20, "max_position_embeddings": 8, **sizes}
+    (tmp_path / "data").mkdir()
     for number, (site, samples) in enumerate({**SITES, "west": 30}.items()):
-        drawn = np.random.default_rng(number)
-        labels = np.arange(samples) % 3
-        (tmp_path / "data").mkdir(exist_ok=True)
+        drawn, labels = np.random.default_rng(number), np.arange(samples) % 3
         x = drawn.integers(0, 5, (samples, 6)) + 5 * labels[:, None]
         mask = np.arange(6) < drawn.integers(3, 7, (samples, 1))
         np.savez(tmp_path / "data" / f"{site}.npz", x=x, y=labels, mask=mask)
-    options = options_of({"name": "fedavg"}, model=bert)
-    deployed, _ = deploy(tmp_path, options, sites=SITES, models=[bert], exposure=1)
-    assert same(model(deployed, "fedavg", "west"), model(simulate(tmp_path, options, SITES), "fedavg", "west"))
+    options = options_of("fedavg", model=BERT)
+    deployed, _ = deploy(tmp_path, options, sites=SITES, models=[BERT], exposure=1)
+    assert alike(deployed, simulate(tmp_path, options, SITES))
 
 
 @pytest.mark.slow  # the import of transformers takes seconds
 def test_sites_of_text_agree_on_its_tokenizer_without_sending_a_word(tmp_path: Path) -> None:
     """Sites send nothing for an encoding; one that has another tokenizer is told so before training."""
     tokenizers = pytest.importorskip("tokenizers")
-    bert = {"name": "hf:bert", "vocab_size": 20, "max_position_embeddings": 8, "hidden_size": 8, "num_hidden_layers": 1}
-    bert |= {"num_attention_heads": 2, "intermediate_size": 8}
     words = [*"abcdefgh"]
-    made = {}
+    made = {name: tmp_path / f"{name}.json" for name in ("one", "other")}
     for name, known in (("one", words), ("other", words[::-1])):
-        made[name] = tmp_path / f"{name}.json"
         vocabulary = {word: number for number, word in enumerate(["?", *known])}
         word_tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "?"))
         word_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         word_tokenizer.save(str(made[name]))
-    places, files = {}, {}
+    files = {site: tmp_path / f"{site}.csv" for site in SITES}
     for number, (site, samples) in enumerate(SITES.items()):
         drawn = np.random.default_rng(number)
-        files[site] = tmp_path / f"{site}.csv"
         rows = [f"{' '.join(drawn.choice(words[3 * k : 3 * k + 3], 4))},{k}" for k in np.arange(samples) % 2]
         files[site].write_text("said,label\n" + "\n".join(rows) + "\n")
-        places[site] = site_file(tmp_path, site, str(files[site]), models=[bert], exposure=1)
-
-    def section(tokenizer: str) -> dict[str, Any]:
-        return {"name": "table", "label": "label", "text": "said", "tokenizer": str(made[tokenizer]), "length": 6}
+    section = {"name": "table", "label": "label", "text": "said", "tokenizer": str(made["one"]), "length": 6}
 
     def sites(of_south: str) -> Loopback:
-        for site, path in places.items():
-            whole = yaml.safe_load(path.read_text())
-            data_section = {**section(of_south if site == "south" else "one"), "sites": {site: str(files[site])}}
-            path.write_text(yaml.safe_dump({**whole, "classes": ["0", "1"], "data": data_section}))
-        return Loopback(places)
+        of_site, classes = {"south": {"tokenizer": str(made[of_south])}}, {"classes": ["0", "1"]}
+        return Loopback(table_files(tmp_path, files, section, of_site, sections=classes, models=[BERT], exposure=1))
 
-    options = options_of({"name": "fedavg"}, model=bert, protocol={"targets": ["south"], "seeds": [0]})
+    options = options_of("fedavg", model=BERT, protocol={"targets": ["south"], "seeds": [0]})
     with pytest.raises(UserError, match="differ in how inputs are prepared"):
         deploy(tmp_path, options, sites=SITES, unseen={}, transport=sites("other"))
     deployed, _ = deploy(tmp_path, options, sites=SITES, unseen={}, transport=sites("one"))
-    data = {**section("one"), "sites": {site: str(file) for site, file in files.items()}}
-    simulated = run_experiment(parse({**options, "data": data, "engine": {"threads": 1}}), tmp_path / "simulated")
-    assert same(model(deployed, "fedavg", "south"), model(simulated, "fedavg", "south"))
+    data = {**section, "sites": {site: str(file) for site, file in files.items()}}
+    assert alike(deployed, simulate(tmp_path, options, data=data), target="south")

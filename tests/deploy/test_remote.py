@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from loopback import (
-    ADAPT,
-    SITES,
-    Killed,
-    Loopback,
-    deploy,
-    killed_when,
-    model,
-    options_of,
-    result,
-    same,
-    simulate,
-    site_file,
-    site_files,
-    write_data,
-)
+from loopback import ADAPT, Killed, Loopback, deploy, killed_when, options_of, simulate
+from outcomes import alike, model, one_line, result, same
 from safetensors.torch import load_file
+from site_yaml import SITES, site_file, site_files, write_data
 
+import fedshift
 from fedshift.deploy.coordinator import coordinate
+from fedshift.deploy.remote.transport import Transport
+from fedshift.deploy.site_cards import card_of
+from fedshift.encryption import KEY, new_key
 from fedshift.errors import FedshiftError, UserError
+from fedshift.evaluation.measuring import rmse
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.runs.experiment_loop import run_experiment
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"local_epochs": 1},
@@ -48,10 +47,9 @@ def test_same_bits_as_the_local_engine_with_the_unseen_set_at_the_coordinator(na
     options = options_of({"name": name, **METHODS[name]})
     there, _ = deploy(tmp_path, options)
     here = simulate(tmp_path, options)
-    assert same(model(here, name, "west"), model(there, name, "west"))
+    assert alike(here, there, name)
     ours, theirs = result(here, name, "west"), result(there, name, "west")
-    assert ours["selected"] == theirs["selected"]
-    assert ours["sites"] == theirs["sites"]
+    assert (ours["selected"], ours["sites"]) == (theirs["selected"], theirs["sites"])
     for direction in ("bytes_up", "bytes_down"):
         assert theirs[direction].pop("accuracy") > 0
         assert theirs[direction] == ours[direction]
@@ -76,29 +74,18 @@ def test_models_go_by_way_of_the_target(name: str, options: dict[str, Any], tmp_
     whole = options_of({"name": name, **options}, protocol=ADAPT)
     there, _ = deploy(tmp_path, whole, unseen={}, send=["weights", "numbers", "accuracy", "features", "statistics"])
     here = simulate(tmp_path, whole, unseen={})
-    assert same(model(here, name, "east"), model(there, name, "east"))
-    assert result(here, name, "east")["selected"] == result(there, name, "east")["selected"]
+    assert alike(here, there, name, "east", measured=True)
 
 
 def test_a_site_can_be_the_unseen_one(tmp_path: Path) -> None:
     options = options_of({"name": "fedavg"}, protocol={"targets": ["east"], "seeds": [0]})
     there, transport = deploy(tmp_path, options, unseen={})
     here = simulate(tmp_path, options, unseen={})
-    assert same(model(here, "fedavg", "east"), model(there, "fedavg", "east"))
+    assert alike(here, there, "fedavg", "east")
     ours, theirs = result(here, "fedavg", "east"), result(there, "fedavg", "east")
     assert ours["selected"] == theirs["selected"]
     assert ours["sites"] == theirs["sites"] != []
     assert ("east", "fit") not in transport.asked
-
-
-def test_nobody_need_be_left_out(tmp_path: Path) -> None:
-    options = options_of({"name": "fedavg"}, protocol={"targets": ["sites"], "seeds": [0]})
-    there, _ = deploy(tmp_path, options, unseen={})
-    last = json.loads((there / "fedavg/sites/seed-0/rounds.jsonl").read_text().splitlines()[-1])
-    assert set(last["target_accuracy"]) == set(SITES) == set(last["source_accuracy"])
-
-
-# What goes wrong on the way -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "wire"), [("fedavg", "float32"), ("csac", "bf16"), ("fedavg", "int8")])
@@ -123,7 +110,7 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_bits(name: str, wire: str, tm
         with pytest.raises(Killed):
             deploy(folder, options, transport=Loopback(places, die), engine=engine)
         again, second = deploy(folder, options, transport=Loopback(places), engine=engine)
-        assert same(model(whole, name, "west"), model(again, name, "west")), when
+        assert alike(whole, again, name), when
         last = len(second.asked)
     assert 0 < last < len(transport.asked)
 
@@ -207,3 +194,147 @@ def test_data_that_change_during_a_run_end_it(tmp_path: Path) -> None:
 def deploy_again(folder: Path, options: dict[str, Any], transport: Loopback) -> None:
     """Go on without writing the data anew."""
     coordinate(folder / "deployment", transport, list(SITES))
+
+
+HEAVY = ("matplotlib", "pyarrow", "sklearn")
+
+
+def hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this an environment without the extra `report`."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in HEAVY:
+            monkeypatch.delitem(sys.modules, name)
+    for name in HEAVY:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "csac", "kd3a"])
+def test_sites_train_without_reports_packages(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator shares their process here, so its own check is taken away."""
+    options = options_of({"name": method}, protocol=ADAPT)
+    simulated = simulate(tmp_path, options, unseen={})
+    hide(monkeypatch)
+    monkeypatch.setattr("fedshift.deploy.coordinator.reports_installed", lambda what: None)
+    deployed, _ = deploy(tmp_path, options, unseen={})
+    assert alike(deployed, simulated, method, "east")
+
+
+def _holding(**changes: Any) -> Any:
+    objective, unlabelled = changes.get("objective"), changes.get("unlabelled", False)
+    return SimpleNamespace(
+        data=SimpleNamespace(preprocessing=SimpleNamespace(objective=objective)),
+        domain=SimpleNamespace(unlabelled=unlabelled),
+    )
+
+
+def _run(folder: Path) -> object:
+    return run_experiment(Experiment.model_construct(engine=SimpleNamespace(name="local")), folder)
+
+
+NEEDS: list[tuple[str, Callable[[Path], object]]] = [
+    ("one machine", _run),
+    ("a coordinator", lambda folder: coordinate(folder, Transport.__new__(Transport), [])),
+    ("FederatedClassifier", lambda _: fedshift.FederatedClassifier),
+    ("quantities", lambda _: card_of(_holding(objective={"task": "regression"}), {}, Any, "cpu")),
+    ("predictions", lambda _: card_of(_holding(unlabelled=True), {}, Any, "cpu")),
+    ("regression", lambda _: rmse(np.zeros(2), np.zeros(2))),
+]
+
+
+@pytest.mark.parametrize(("what", "needs_them"), NEEDS, ids=[what for what, _ in NEEDS])
+def test_what_needs_them_says_so_before_anything_is_trained(
+    what: str, needs_them: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch)
+    with pytest.raises(UserError, match=r"pip install 'fedshift\[report\]'") as told:
+        needs_them(tmp_path)
+    assert what in str(told.value)
+    assert not list(tmp_path.iterdir())
+
+
+CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
+"""A method whose sites remember something."""
+ENGINE = {"wire": "bf16"}  # the coordinator remembers rounding residuals
+
+
+@pytest.fixture
+def wide_open() -> Any:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def cut_short(folder: Path) -> dict[str, Path]:
+    """Deploy until the last round's first answer; the sites' files."""
+    die = killed_when(lambda site, header: header.get("envelope", {}).get("round") == 3)
+    places = site_files(folder)
+    with pytest.raises(Killed):
+        deploy(folder, options_of(CSAC), transport=Loopback(places, die), engine=ENGINE)
+    return places
+
+
+def kept_files(folder: Path) -> list[Path]:
+    """Checkpoints, memory and kept answers of all roles."""
+    files = [*folder.glob("*/memory/**/*.safetensors"), *folder.glob("deployment/runs/**/*.safetensors")]
+    assert {"checkpoint", "answer", "owed"} <= {path.name.partition("-")[0].partition(".")[0] for path in files}
+    assert len(files) > 8
+    return files
+
+
+@pytest.mark.threat("other_user_weights")
+def test_files_with_weights_are_for_their_user_only(wide_open: None, tmp_path: Path) -> None:
+    cut_short(tmp_path)
+    answers = list(tmp_path.glob("*/memory/*/answer-*.json"))
+    assert answers
+    for path in (*kept_files(tmp_path), *answers):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+@pytest.mark.threat("taken_disk")
+def test_an_encrypted_run_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = deploy(tmp_path / "whole", options_of(CSAC), engine=ENGINE)
+    key, folder = new_key(), tmp_path / "encrypted"
+    monkeypatch.setenv(KEY, key)
+    places = cut_short(folder)
+    assert all(path.read_bytes().startswith(b"fedshift encrypted") for path in kept_files(folder))
+
+    monkeypatch.setenv(KEY, new_key())
+    with one_line(r"checkpoint.safetensors cannot be decrypted: .*key"):
+        deploy(folder, options_of(CSAC), transport=Loopback(places), engine=ENGINE)
+
+    monkeypatch.setenv(KEY, key)
+    again, _ = deploy(folder, options_of(CSAC), transport=Loopback(places), engine=ENGINE)
+    assert alike(whole, again, "csac")
+
+
+def test_a_simulation_is_encrypted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = simulate(tmp_path / "plain", options_of(CSAC))
+    monkeypatch.setenv(KEY, new_key())
+    written: list[bytes] = []
+    from fedshift.federation import message_files
+
+    real = message_files.write_private
+
+    def note_write(path: Path, data: bytes, **options: Any) -> None:
+        real(path, data, **options)
+        written.append(path.read_bytes()[:18])
+
+    monkeypatch.setattr(message_files, "write_private", note_write)
+    encrypted = simulate(tmp_path / "encrypted", options_of(CSAC))
+    assert set(written) == {b"fedshift encrypted"}
+    assert alike(plain, encrypted, "csac")
+
+
+def test_a_full_disk_at_a_site_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fedshift.files
+
+    real = fedshift.files.write_bytes
+
+    def full(path: Path, data: bytes, **how: bool) -> None:
+        if "south" in path.parts and path.suffix == ".safetensors":
+            raise UserError(f"cannot write {path}: No space left on device; free some space")
+        real(path, data, **how)
+
+    monkeypatch.setattr("fedshift.encryption.write_bytes", full)
+    with pytest.raises(FedshiftError, match=r"site 'south' is lost \(cannot write .*No space left"):
+        deploy(tmp_path, options_of({"name": "fedavg"}))

@@ -11,21 +11,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from loopback import (
-    SETTING,
-    Killed,
-    Loopback,
-    deploy,
-    killed_at,
-    model,
-    options_of,
-    part_of,
-    request,
-    result,
-    same,
-    site_file,
-    write_data,
-)
+from asked import SETTING, part_of, request
+from loopback import Killed, Loopback, deploy, killed_at, options_of
+from outcomes import model, result, same
+from site_yaml import site_file, write_data
 
 from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger, recover_records
 from fedshift.deploy.remote.policy import PrivacyBudget
@@ -41,11 +30,7 @@ SITES = {"north": 40, "south": 24}
 SIGMA = 3.0
 PRIVATE: dict[str, Any] = {"batch_size": 8, "lr": 0.1, "privacy": {"noise_multiplier": SIGMA}}
 NO_NORM = {"noise_multiplier": SIGMA, "clip_norm": 1e-44}
-ASKED = {
-    **SETTING,
-    "training": PRIVATE,
-    "draws": {name: {"noise_multiplier": SIGMA, "stream": ""} for name in SITES},
-}
+ASKED = {**SETTING, "training": PRIVATE, "draws": {name: {"noise_multiplier": SIGMA, "stream": ""} for name in SITES}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -167,9 +152,7 @@ def test_another_request_has_other_noise_and_counts(tmp_path: Path) -> None:
         header = request(site, **{"setting": ASKED, **changes})
         assert "error" not in header, header
         answers.append(sorted(site.config.memory.rglob("answer-*.safetensors"), key=os.path.getmtime)[-1].read_bytes())
-    assert len(set(answers)) == 3
-    assert len(lines(site)) == 3
-    assert len({line["mark"] for line in lines(site)}) == 3
+    assert (len(set(answers)), len(lines(site)), len({line["mark"] for line in lines(site)})) == (3, 3, 3)
 
 
 @pytest.mark.threat("spent_budget")
@@ -224,8 +207,7 @@ def test_a_call_that_fails_is_counted(tmp_path: Path) -> None:
     site = program(tmp_path)
     privacy = {"noise_multiplier": SIGMA, "clip_norm": 1e3}
     header = request(site, setting={**ASKED, "training": {**PRIVATE, "lr": 1e38, "privacy": privacy}})
-    assert header["error"] == "TrainingDiverged"
-    assert lines(site)[0]["steps"] == 4
+    assert (header["error"], lines(site)[0]["steps"]) == ("TrainingDiverged", 4)
 
 
 @pytest.mark.parametrize("fault", [MemoryError, KeyboardInterrupt])
@@ -315,8 +297,7 @@ def test_a_result_says_how_much_noise_its_accuracies_have(tmp_path: Path) -> Non
     runs = deploy_private(tmp_path / "a", {}, protocol, epsilon=50.0, measurement_noise=2.0)
     record = result(runs, "fedavg", "sites")["data"]
     noise = {site: pytest.approx(200 / samples) for site, samples in record["measured_samples"].items()}
-    assert record["measurement_noise"] == noise
-    assert noise["north"] == 200 / 12
+    assert (record["measurement_noise"], noise["north"]) == (noise, 200 / 12)
     plain = deploy_private(tmp_path / "b", {})
     assert "measurement_noise" not in result(plain, "fedavg", "west")["data"]
 

@@ -9,60 +9,61 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loopback import (
-    SETTING,
-    deploy,
-    options_of,
-    request,
-    result,
-)
+from asked import SETTING, request
+from loopback import deploy, options_of
+from outcomes import result
+from pydantic import ValidationError
+from site_yaml import site_file, write_data
 from test_hostile_coordinator import program_of
 from test_hostile_site import HOSTILE, attack, refusals
 
+from fedshift.deploy import site_cards
 from fedshift.deploy.coordinator import _recall
 from fedshift.deploy.handshake import clock_difference
 from fedshift.deploy.remote.policy import sent_kinds, whole_number
-from fedshift.deploy.remote.requests import MeasureAnswer, Measures, SeedSplit, check_measures
+from fedshift.deploy.remote.replies import MeasureAnswer, Measures, check_measures
+from fedshift.deploy.remote.requests import SeedSplit
+from fedshift.deploy.site_cards import GivenTable
+from fedshift.deploy.site_estimates import KeptScores, SiteEstimates
+from fedshift.deploy.site_file import load_site
 from fedshift.errors import FedshiftError
+from fedshift.evaluation.estimate.plain_sums import GivenSums, plain_sums
+from fedshift.evaluation.estimate.sums import sums_of
 from fedshift.federation.messages import Content
 from fedshift.federation.plain_values import parse_json
 from fedshift.federation.setting_json import SettingRecipe
 from fedshift.weights import Weights
 
 
-def answer_and_rows(tmp_path: Path, **policy: object) -> tuple[dict[str, object], np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+def answer_and_rows(tmp_path: Path, **policy: object) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:  # type: ignore[type-arg]
     """What site ``north`` (40 samples) measures of a model of zeros; labels of its training and held-out rows."""
     program = program_of(tmp_path, **policy)
-    header = request(program, do="measure", round=1)
     train, held_out = program._rows(SeedSplit(test_fraction=0.3, split="auto", seed=0))
     labels = np.asarray(program.holding.domain.labels)
-    return header, labels[train], labels[held_out]
+    return request(program, do="measure", round=1), labels[train], labels[held_out]
 
 
+@pytest.mark.threat("few_samples")
 def test_it_measures_on_its_held_out_rows(tmp_path: Path) -> None:
-    """A model of zeros says class 0 of everything: right where a held-out label is 0."""
+    """A model of zeros says class 0 of everything: right where a held-out label is 0. 12 are held out, 4 of each class:
+    with groups of 5 no class is told, and the accuracy of all is.
+    """
     header, train, held_out = answer_and_rows(tmp_path, smallest_group=1)
-    measures = header["measures"]
+    measures: Any = header["measures"]
     assert len(train) + len(held_out) == 40
-    assert measures["samples"] == len(held_out) != len(train)  # type: ignore[index]
-    assert measures["accuracy"] == pytest.approx(100 * (held_out == 0).mean())  # type: ignore[index]
+    assert measures["samples"] == len(held_out) != len(train)
+    assert measures["accuracy"] == pytest.approx(100 * (held_out == 0).mean())
     counts = [int((held_out == label).sum()) for label in range(3)]
-    assert measures["classes"] == [[counts[0], counts[0]], [0, counts[1]], [0, counts[2]]]  # type: ignore[index]
-
-
-def test_classes_of_few_samples_are_not_told(tmp_path: Path) -> None:
-    """12 held out, 4 of each class: with groups of 5 no class is told, the accuracy of all is."""
-    header, _, held_out = answer_and_rows(tmp_path, smallest_group=5)
-    assert max(int((held_out == label).sum()) for label in range(3)) < 5
-    assert header["measures"]["classes"] == [None, None, None]  # type: ignore[index]
+    assert measures["classes"] == [[counts[0], counts[0]], [0, counts[1]], [0, counts[2]]]
+    assert max(counts) < 5
+    assert answer_and_rows(tmp_path / "five", smallest_group=5)[0]["measures"]["classes"] == [None] * 3
     refused, _, _ = answer_and_rows(tmp_path / "more", smallest_group=len(held_out) + 1)
     assert "smallest_group" in str(refused["message"])
 
 
 def test_the_recall_of_a_class_over_sites() -> None:
     """3 of 4 and 1 of 12 are 4 of 16, which is not the mean of 75 % and 8.3 %."""
-    assert _recall([(3, 4), (1, 12)]) == 25.0
-    assert _recall([(3, 4), (0, 0)]) == 75.0
+    assert (_recall([(3, 4), (1, 12)]), _recall([(3, 4), (0, 0)])) == (25.0, 75.0)
     assert _recall([(0, 0), (0, 0)]) is None
     assert _recall([(3, 4), None]) is None  # a site that does not say hides the class of all
 
@@ -96,30 +97,30 @@ GOOD: dict[str, Any] = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None
 
 
 @pytest.mark.threat("impossible_accuracy")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"classes": []},
-        {"classes": [[1, 2]] * 4},
-        {"classes": [[1, 10**400]] * 3},
-        {"classes": [[3, 2], None, None]},
-        {"classes": ["ab", None, None]},
-        {"classes": [[1], None, None]},
-        {"classes": None},
-        {"classes": {}},
-        {"samples": 10**400},
-        {"samples": True},
-        {"samples": 0},
-        {"accuracy": 10**400},
-        {"accuracy": float("nan")},
-        {"accuracy": "50"},
-        {"accuracy": None},
-    ],
-)
-def test_measures_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("accuracy", [-0.5, 100.5, 10**400, float("nan"), "50", None])
+def test_an_accuracy_lies_between_0_and_100(accuracy: Any) -> None:
+    for possible in (0, 100):
+        assert check_header({"accuracy": possible, "samples": 4, "classes": [[2, 2]] * 3}, SETTING).accuracy == possible
+    with pytest.raises(FedshiftError, match="accuracy"):
+        check_header({**GOOD, "accuracy": accuracy}, SETTING)
+
+
+@pytest.mark.threat("impossible_accuracy")
+@pytest.mark.parametrize("samples", [10**400, True, 0])
+def test_samples_that_cannot_be_are_refused(samples: Any) -> None:
     with pytest.raises(FedshiftError, match="measure"):
-        check_header({**GOOD, **changes}, SETTING)
+        check_header({**GOOD, "samples": samples}, SETTING)
     assert check_header(GOOD, SETTING) == Measures(accuracy=50.0, samples=4, classes=((1, 2), None, (1, 2)))
+
+
+@pytest.mark.threat("impossible_accuracy")
+@pytest.mark.parametrize(
+    "classes",
+    [[], [[1, 2]] * 4, [[1, 10**400]] * 3, [[3, 2], None, None], ["ab", None, None], [[1], None, None], None, {}],
+)
+def test_classes_that_cannot_be_are_refused(classes: Any) -> None:
+    with pytest.raises(FedshiftError, match="measure"):
+        check_header({**GOOD, "classes": classes}, SETTING)
 
 
 METRICS: dict[str, Any] = {
@@ -169,29 +170,22 @@ def whole(tmp_path: Path, asked: Any = WHOLE, **policy: object) -> dict[str, Any
     return request(program_of(tmp_path, **policy), do="measure", round=1, whole=asked)
 
 
+@pytest.mark.threat("few_samples")
 def test_a_site_reports_all_metrics_when_it_is_asked(tmp_path: Path) -> None:
-    """A model of zeros says class 0 with a probability of a third: its Brier score is ½(4/9 + 1/9 + 1/9)."""
+    """A model of zeros says class 0 with a probability of a third: its Brier score is ½(4/9 + 1/9 + 1/9). With groups
+    of 5 nothing that looks at classes is told.
+    """
     measures = whole(tmp_path, smallest_group=1)["measures"]
-    metrics = check_header(measures, SETTING).metrics
-    assert metrics is not None
+    metrics: Any = check_header(measures, SETTING).metrics
     assert metrics.values["brier"] == pytest.approx(100 / 3, abs=1e-4)
     assert metrics.values["auroc"] == pytest.approx(50.0)
     assert metrics.values["accuracy"] == measures["accuracy"]
     assert sum(metrics.support) == metrics.samples == measures["samples"]
     assert "accuracy" in metrics.intervals
-
-
-@pytest.mark.threat("few_samples")
-def test_metrics_of_few_samples_are_not_told(tmp_path: Path) -> None:
-    """12 held out, 4 of each class: with groups of 5 nothing that looks at classes is told."""
-    metrics = whole(tmp_path, smallest_group=5)["measures"]["metrics"]
-    assert metrics["support"] == [None, None, None]
-    assert set(metrics["values"]) == {"accuracy", "brier", "calibration_error"}
-    assert set(metrics["intervals"]) == {"accuracy", "brier"}
-
-
-def test_metrics_keep_to_the_policy(tmp_path: Path) -> None:
-    silent = whole(tmp_path, smallest_group=1, send=["weights", "numbers", "accuracy"])
+    few = whole(tmp_path / "few", smallest_group=5)["measures"]["metrics"]
+    assert (few["support"], set(few["values"])) == ([None] * 3, {"accuracy", "brier", "calibration_error"})
+    assert set(few["intervals"]) == {"accuracy", "brier"}
+    silent = whole(tmp_path / "silent", smallest_group=1, send=["weights", "numbers", "accuracy"])
     assert silent["measures"]["metrics"] is None
     assert silent["measures"]["accuracy"] >= 0
     for number, asked in enumerate(({**WHOLE, "threshold": 2.0}, {"part": "all"}, [1])):
@@ -210,11 +204,36 @@ def test_measures_of_no_class_leave_the_run_whole(tmp_path: Path) -> None:
     assert result(there, "fedavg", "sites")
 
 
-@pytest.mark.threat("impossible_accuracy")
-@pytest.mark.parametrize("accuracy", [-0.5, 100.5])
-def test_an_accuracy_lies_between_0_and_100(accuracy: float) -> None:
-    good = {"accuracy": 100.0, "samples": 4, "classes": [[2, 2], [2, 2]]}
-    for possible in (0, 100):
-        assert check_header({**good, "accuracy": possible}, {**SETTING, "classes": 2}).accuracy == possible
-    with pytest.raises(FedshiftError, match="accuracy"):
-        check_header({**good, "accuracy": accuracy}, {**SETTING, "classes": 2})
+def test_the_categories_of_all_columns_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_cards, "MOST_CATEGORIES", 3)
+    table: dict[str, Any] = {"kind": "table", "numeric": (), "categorical": ("a", "b"), "any_missing": ()}
+    table |= {"count": (), "total": (), "squares": ()}
+    assert GivenTable(**table, categories=(("x", "y"), ("z",))).categories == (("x", "y"), ("z",))
+    with pytest.raises(ValidationError, match="more than 3 categories"):
+        GivenTable(**table, categories=(("x", "y"), ("z", "w")))
+
+
+def test_counts_of_scores_arrive_and_fit_the_classes() -> None:
+    draw = np.random.default_rng(0)
+    second, labels = draw.random(50), draw.integers(0, 2, 50)
+    sums = sums_of(np.stack([1 - second, second], axis=1), labels, 0.3)
+    arrived = GivenSums.model_validate(plain_sums(sums)).sums.by_score
+    assert arrived is not None
+    assert sums.by_score is not None
+    np.testing.assert_array_equal(arrived, sums.by_score)
+    other = np.roll(sums.by_score, 1, axis=0)
+    with pytest.raises(ValidationError, match="scores are not those of the classes"):
+        GivenSums.model_validate({**plain_sums(sums), "by_score": (other + 1).tolist()})
+    before = {name: value for name, value in plain_sums(sums).items() if name != "by_score"}
+    assert GivenSums.model_validate(before).by_score is None
+
+
+@pytest.mark.parametrize(("rare", "given"), [(9, False), (10, True), (11, True), (0, True)])
+def test_sums_are_of_enough_samples_of_each_class(tmp_path: Path, rare: int, given: bool) -> None:
+    files = write_data(tmp_path / "data", {"north": 40})
+    send = ["weights", "numbers", "confidences"]
+    site = SiteEstimates(load_site(site_file(tmp_path, "north", files["north"], send=send, smallest_group=10)))
+    labels = np.repeat([0, 1], [30, rare])
+    scores = np.random.default_rng(0).dirichlet([1.0, 1.0], len(labels))
+    sums = site.sums("run", KeptScores(scores, labels), 2, {"sent": {}})
+    assert (sums is not None) is given

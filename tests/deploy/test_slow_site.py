@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from loopback import UNSEEN, Loopback, deploy, events, options_of, site_file, write_data
+from loopback import Loopback, deploy, options_of
+from outcomes import events
+from site_yaml import UNSEEN, site_file, write_data
 
 from fedshift.deploy.remote import incoming
 from fedshift.deploy.remote.incoming import Grace, Held, Spool
@@ -109,9 +111,7 @@ def play(
     return [set(json.loads(line)["extra"].get("missing", {})) for line in lines], transport
 
 
-def test_a_slow_site_is_waited_for_once_and_counts_again_when_it_is_back(
-    play_slow: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_slow_site_is_waited_for_once_and_may_come_back(play_slow: Callable[..., Any], tmp_path: Path) -> None:
     engine = {"quorum": 3, "grace": 50, "deadline": 3600}
     missing, transport = play_slow(6, engine, from_round=2, back=5)
     assert missing == [set(), {"far"}, {"far"}, {"far"}, set(), set()]
@@ -146,9 +146,6 @@ def test_a_grace_needs_a_quorum() -> None:
     whole = options_of({"name": "fedavg"}) | {"data": {"name": "sites"}, "engine": {"name": "flare", "grace": 1}}
     with pytest.raises(UserError, match=r"engine\.grace"):
         parse(whole)
-
-
-# Memory ---------------------------------------------------------------------------------------------------------------
 
 
 def test_answers_that_wait_are_held_in_files_beyond_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

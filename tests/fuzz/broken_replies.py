@@ -47,9 +47,6 @@ def broken(said: Told, content: dict[str, Content], honest: Body, draws: random.
     return _bytes(_sealed(said, honest), draws)
 
 
-# Content --------------------------------------------------------------------------------------------------------------
-
-
 def _fields(content: dict[str, Content], draws: random.Random) -> dict[str, Content]:
     """One field changed, or left out, added or renamed."""
     name = draws.choice(list(content)) if content else "x"
@@ -143,15 +140,12 @@ def _scaled(tensor: Tensor, draws: random.Random) -> Tensor:
     return (tensor.float() * draws.choice((-1, 0, 2, 10, 1000, 10**6))).to(tensor.dtype)
 
 
-# How it is written ----------------------------------------------------------------------------------------------------
-
-
 def _body(content: Mapping[str, Any], draws: random.Random) -> Body:
     """Content as bytes; what cannot be written as safetensors is left out of it."""
     wire = draws.choice((*["float32"] * 8, "bf16", "int8"))
     while True:
         try:
-            return body_of(content, wire)  # type: ignore[arg-type]
+            return body_of(content, wire)
         except Exception:  # a type or a name that no sender can write
             if wire != "float32":
                 wire = "float32"
@@ -181,11 +175,11 @@ def _packed(content: Mapping[str, Any], draws: random.Random) -> Body:
         elif what == 5:
             manifest = draws.choice(([], 3, "x", {"x": 3}, {path: 3}, {path: [[]]}, {path: None}))
         else:
-            spoilt = dict(crossing[path.partition("/")[0]].items())  # type: ignore[union-attr]
+            spoilt = dict(crossing[path.partition("/")[0]].items())
             key = draws.choice(list(spoilt))
             if isinstance(spoilt[key], Tensor):
                 spoilt[key] = draws.choice((_in_shape, _as_type, _with_values))(spoilt[key], draws)
-                crossing[path.partition("/")[0]] = type(crossing[path.partition("/")[0]])(spoilt)  # type: ignore
+                crossing[path.partition("/")[0]] = type(crossing[path.partition("/")[0]])(spoilt)
     return _written(crossing, {"packed": manifest})
 
 

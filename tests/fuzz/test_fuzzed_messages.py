@@ -7,16 +7,15 @@ import string
 from typing import Any
 
 import pytest
+from asked import CARD
+from asked import SETTING as TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopback import CARD
-from loopback import SETTING as TINY
 from pydantic import BaseModel
 
-from fedshift.deploy.crypto.masked_sums import KeyAnswer
-from fedshift.deploy.remote.requests import (
-    KINDS as REQUESTS,
-)
+from fedshift.deploy.crypto.keys import KeyAnswer
+from fedshift.deploy.remote.replies import CallAnswer, MeasureAnswer
+from fedshift.deploy.remote.requests import KINDS as REQUESTS
 from fedshift.deploy.remote.requests import (
     CallAnswer,
     CallRequest,
@@ -33,7 +32,7 @@ from fedshift.deploy.remote.requests import (
     ReadingAnswer,
     ReadingRequest,
     UnmaskRequest,
-)
+)  # fmt: skip
 from fedshift.deploy.remote.transport import SiteError
 from fedshift.deploy.site_cards import HelloAnswer
 from fedshift.errors import FedshiftError
@@ -42,10 +41,7 @@ from fedshift.federation.local.commands import CallCommand
 from fedshift.federation.plain_values import parse_json
 from fedshift.federation.setting_json import SettingRecipe
 
-SETTING: dict[str, Any] = {
-    **TINY,
-    "draws": {"north": {"noise_multiplier": 1.5, "stream": ""}},
-}
+SETTING: dict[str, Any] = {**TINY, "draws": {"north": {"noise_multiplier": 1.5, "stream": ""}}}
 SPLIT = {"test_fraction": 0.3, "split": "auto"}
 PART = {"role": "source", "number": 0, "whole": False, "fingerprint": "f", "split": {**SPLIT, "seed": 0}}
 WORK = {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5}

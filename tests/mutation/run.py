@@ -129,9 +129,6 @@ def _kept() -> dict[str, dict[str, Any]]:
     return found
 
 
-# Forks ----------------------------------------------------------------------------------------------------------------
-
-
 def _preload() -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
@@ -235,9 +232,6 @@ class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """The module's code with the mistake in it; no compiled file is read or written."""
         return compile(self._mutation.applied(Path(self.path).read_text(encoding="utf-8")), self.path, "exec")
-
-
-# Results --------------------------------------------------------------------------------------------------------------
 
 
 def _tests_of(mutation: Mutation, noticed_before: str | None) -> list[list[str]]:

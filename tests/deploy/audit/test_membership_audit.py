@@ -84,12 +84,9 @@ def test_the_bounds_are_those_of_clopper_and_pearson() -> None:
     scores = np.arange(10.0)[None]
     coins = np.array([[False, True, True, False, True, False, True, False, True, True]])
     attack = guess_coins("loss", scores, coins)
-    assert (attack.guesses, attack.right) == (4, 3)
-    assert attack.low == pytest.approx(beta.ppf(0.025, 3, 2))
-    assert attack.high == pytest.approx(beta.ppf(0.975, 4, 1))
-    assert attack.epsilon == 0
+    assert ((attack.guesses, attack.right), attack.low) == ((4, 3), pytest.approx(beta.ppf(0.025, 3, 2)))
+    assert (attack.high, attack.epsilon) == (pytest.approx(beta.ppf(0.975, 4, 1)), 0)
     many = guess_coins("loss", np.tile(scores, (50, 1)), np.tile(np.arange(10) > 4, (50, 1)))
     least = 0.05 ** (1 / 200)  # the one-sided bound if all are right
-    assert many.epsilon == pytest.approx(math.log(least / (1 - least)))
-    assert many.auc == 100
+    assert (many.epsilon, many.auc) == (pytest.approx(math.log(least / (1 - least))), 100)
     assert guess_coins("loss", np.zeros((1, 10)), coins).auc == 50

@@ -20,7 +20,6 @@ def tiny(seed: int, samples: int) -> dict[str, Any]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """An experiment on tiny images."""
     where = save(tmp_path, a=tiny(1, 20), b=tiny(2, 24), c=tiny(3, 20))
     return write(tmp_path / "e.yaml", experiment(where, model={"name": "mlp", "hidden": [8]}))
 

@@ -7,11 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from asked import CARD
 from calling import Cli
-from loopback import CARD
 from test_roles import site_file
-
-pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.deployment_folder import Deployment
@@ -30,7 +28,6 @@ def kits(cli: Cli, tmp_path: Path) -> Path:
 
 
 def lines_of(out: str) -> dict[str, str]:
-    """What the lines say, by what they are about."""
     lines = out.splitlines()
     assert 7 <= len(lines) <= 11, out
     return {line.partition(": ")[0]: line.partition(": ")[2] for line in lines}
@@ -41,8 +38,7 @@ def test_a_coordinator_that_never_ran(cli: Cli, kits: Path) -> None:
     lines = lines_of(cli("coordinator", "status", "--kit", kits / "coordinator").out)
     assert lines["coordinator"].startswith("stopped")
     assert "fedshift coordinator start" in lines["coordinator"]
-    assert lines["deployment"] == "none yet"
-    assert lines["last refusal or loss"] == "none"
+    assert (lines["deployment"], lines["last refusal or loss"]) == ("none yet", "none")
     assert " GB free at " in lines["disk"]
     assert "nvflare 2." in lines["versions"]
     assert "torch" in lines["versions"]
@@ -68,8 +64,7 @@ def test_a_coordinator_in_a_run(cli: Cli, kits: Path) -> None:
         write_object(kit.folder / "service.json", {**status, "sites": ["north"]})
         lines = lines_of(cli("coordinator", "status", "--kit", kit.folder).out)
     assert f"process {os.getpid()}) since 2026-11-26 09:30 listening on port 8002" in lines["coordinator"]
-    assert lines["sites connected"] == "1 of 3: north; not connected: south"
-    assert lines["revoked"] == "east"
+    assert (lines["sites connected"], lines["revoked"]) == ("1 of 3: north; not connected: south", "east")
     assert lines["deployment"] == "study running, csac → east, seed 2, round 7 done"
     assert "fit: site south refused: rule policy.methods" in lines["last refusal or loss"]
     assert "north had spent ε = " in lines["privacy"]

@@ -25,7 +25,6 @@ _MOST_BYTES = 64 << 20
 
 
 def greeting(name: str) -> bytes:
-    """The frame with which an endpoint of FLARE's network names itself."""
     written: list[bytes] = []
     connection = SimpleNamespace(name=name, send_frame=lambda sent: written.append(bytes(sent)))
     SfmConnection(connection, Endpoint(name)).send_handshake(Types.HELLO)
@@ -111,7 +110,6 @@ class Flood:
 
     @contextlib.contextmanager
     def flowing(self) -> Iterator[Flood]:
-        """Flood while the block runs."""
         for thread in self._threads:
             thread.start()
         try:

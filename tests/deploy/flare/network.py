@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from loopback import SITES, UNSEEN, write_data
+from site_yaml import SITES, UNSEEN, write_data
 
 from fedshift import trust
 from fedshift.deploy.cli.deploy import fetch, follow
@@ -71,7 +71,6 @@ class Network:
         return site_yaml
 
     def start(self, *names: str) -> None:
-        """Start the coordinator and all sites, or those named."""
         for name in names or ("coordinator", *self.names):
             if name == "coordinator":
                 roles.start(roles.load_kit(self.coordinator, "coordinator"), wait=PATIENCE)
@@ -98,7 +97,6 @@ class Network:
                 yield process
 
     def jobs(self, kit: Path) -> list[psutil.Process]:
-        """The processes of a kit's jobs."""
         ends = ("worker_process", "runner_process")
         return [
             process for process in self.processes(kit) if any(word.endswith(ends) for word in process.info["cmdline"])
@@ -113,8 +111,6 @@ class Network:
         psutil.wait_procs(killed, timeout=30)  # a busy machine takes a while to bury them
         return len(killed)
 
-    # Deployments ------------------------------------------------------------------------------------------------------
-
     def options(self, options: dict[str, Any], *, unseen: bool = True, **engine: Any) -> dict[str, Any]:
         unseen_section = {"name": "arrays", "sites": {name: self.files[name] for name in UNSEEN}} if unseen else None
         return {
@@ -124,7 +120,6 @@ class Network:
         }
 
     def deploy(self, options: dict[str, Any], **more: Any) -> Deployment:
-        """Begin a deployment, without waiting for it."""
         follow(self.coordinator, parse(self.options(options, **more)), self.folder / "runs", detach=True)
         return Deployment(self.coordinator, options["name"])
 
@@ -138,22 +133,18 @@ class Network:
             time.sleep(0.05)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something holds; fails after a long while."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
     def reach(self, deployment: Deployment, state: str) -> None:
-        """Wait until a deployment is in a state."""
         self.until(lambda: deployment.state["state"] == state)
 
     def leave(self, deployment: Deployment, state: str) -> None:
-        """Wait until a deployment is no longer in a state."""
         self.until(lambda: deployment.state["state"] != state)
 
     def finish(self, deployment: Deployment) -> Path:
-        """Wait for the end; the folder of the results."""
         self.wait(deployment, lambda: deployment.state["state"] in ENDS)
         assert deployment.state["state"] == "finished", deployment.state
         return fetch(deployment, self.folder / "runs")
@@ -172,12 +163,10 @@ class Gates:
             (self.folder / str(gate)).touch()
 
     def has_reached(self, round_number: int, *sites: str) -> bool:
-        """Whether these sites wait in a round, or did."""
         return all((self.folder / f"{round_number}-{site}-waits").exists() for site in sites)
 
 
 def rounds(deployment: Deployment) -> int:
-    """Rounds that are done."""
     return sum(event.get("what") == "round" for event in deployment.events())
 
 

@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import socket
+import subprocess
 import sys
 import threading
 import uuid
@@ -19,21 +20,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from fedshift.deploy.flare import lockdown
-from fedshift.deploy.flare.jobs import job_folder
-from fedshift.deploy.flare.kits import LAUNCHER_CLASS, SITE_CLASS
-from fedshift.errors import UserError
-
-pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
-
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.job_launcher_spec import JobProcessArgs
 from nvflare.app_common.job_launcher import process_launcher
 from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
 from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
+from nvflare.fuel.f3 import drivers
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
+from nvflare.fuel.f3.drivers.driver_manager import DriverManager
+from nvflare.fuel.f3.drivers.tcp_driver import TcpDriver
 from nvflare.fuel.hci.server.constants import ConnProps
 from nvflare.fuel.sec.audit import AuditService
 from nvflare.fuel.sec.authz import AuthorizationService, AuthzContext, Person
@@ -48,13 +44,18 @@ from nvflare.private.fed.client.client_req_processors import ClientRequestProces
 from nvflare.private.fed.utils.app_authz import AppAuthzService
 from nvflare.security.security import EmptyAuthorizer, FLAuthorizer
 
-from fedshift.deploy.flare.drivers import shared_connection
+from fedshift.deploy.flare import frames, kit_checks, lockdown
+from fedshift.deploy.flare.dialling import DiallingTcpDriver
 from fedshift.deploy.flare.drivers.shared_connection import SharedConnection
+from fedshift.deploy.flare.jobs import job_folder
 from fedshift.deploy.flare.kit_checks import check_launcher
+from fedshift.deploy.flare.kits import LAUNCHER_CLASS, SITE_CLASS
 from fedshift.deploy.flare.launcher import LockedJobLauncher
 from fedshift.deploy.flare.limits import LARGEST_FRAME
-from fedshift.deploy.flare.lockdown import JOB, MODULE, TOPICS, lock_down
+from fedshift.deploy.flare.lockdown import CLIENT, JOB, MODULE, TOPICS, Unlockable, lock_down
 from fedshift.deploy.flare.provision import _RIGHTS
+from fedshift.deploy.flare.service import Service
+from fedshift.errors import UserError
 
 JOB_ID = str(uuid.UUID(int=7))
 
@@ -80,7 +81,7 @@ class Engine:
         """Nobody listens."""
 
 
-class Deploying(RequestProcessor):  # type: ignore[misc]
+class Deploying(RequestProcessor):
     """In place of FLARE's: remembers what reached it."""
 
     def __init__(self) -> None:
@@ -95,7 +96,6 @@ class Deploying(RequestProcessor):  # type: ignore[misc]
 
 @pytest.fixture(autouse=True)
 def services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """FLARE's services as a site's client has them."""
     monkeypatch.setattr(AuditService, "the_auditor", None)
     AuditService.initialize(str(tmp_path / "audit.txt"))
     rights = {"format_version": "1.0", "permissions": {"project_admin": _RIGHTS}}
@@ -114,7 +114,6 @@ def agent_with(*processors: Any) -> Any:
 
 
 def ask_agent(agent: Any, topic: str, body: Any, origin: str = "server", **headers: Any) -> str:
-    """What the agent answers to a raw message."""
     message = Message(topic=topic, body=body)
     message.set_headers(headers)
     request = new_cell_message({MessageHeaderKey.ORIGIN: origin}, message)
@@ -186,8 +185,7 @@ def test_the_ordinary_messages_of_a_job_pass(monkeypatch: pytest.MonkeyPatch, tm
             assert refusal_of(topic, {}, None, "server", "north", command=command, job=JOB_ID) == ""
     assert refusal_of("train.notify_job_status", "", None, f"north.{JOB_ID}", "north", command=None, job=JOB_ID) == ""
     processor = Deploying()
-    assert ask_agent(agent_with(processor), **deploying(pack(tmp_path))) == "ok"
-    assert len(processor.got) == 1
+    assert (ask_agent(agent_with(processor), **deploying(pack(tmp_path))), len(processor.got)) == ("ok", 1)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +255,7 @@ def test_without_rules_there_are_no_rights(authorizer: Any, monkeypatch: pytest.
         ([], {"job_id": "another"}, "another job"),
     ],
 )
-def test_a_job_with_code_is_not_deployed(
+def test_code_is_not_deployed(
     more: list[str], meta: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     body, processor = pack(tmp_path, *more), Deploying()
@@ -397,3 +395,132 @@ def test_a_job_s_folder_is_as_large_as_it_unpacks(size: int, why: str) -> None:
         archive.writestr("config/config_fed_client.json", b" " * size)
     assert len(packed.getvalue()) < 10_000
     assert lockdown._app_refusal(packed.getvalue(), {"job_id": "j"}, "j") == why
+
+
+@pytest.mark.threat("other_flare")
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (FedAdminAgent, "_dispatch_request"),
+        (ClientRequestProcessors, "request_processors"),
+        (AuthorizationService, "authorize"),
+        (ComponentPathAuthorizer, "_job_has_byoc"),
+        (fed_client_base, "NetAgent"),
+    ],
+)
+def test_a_flare_with_other_insides_is_not_started(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(owner, name)
+    replaced: list[Any] = []
+    with pytest.raises(Unlockable, match="cannot be locked down"):
+        lock_down(lambda *change: replaced.append(change))
+    assert not replaced
+    check_end(monkeypatch, capsys, JOB, "cannot be locked down")
+
+
+@pytest.mark.threat("other_flare")
+def test_another_flare_is_not_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("nvflare.__version__", "2.10.0")
+    check_end(monkeypatch, capsys, JOB, "cannot be locked down")
+
+
+def test_a_site_dials_with_our_driver_whatever_flare_registers_afterwards() -> None:
+    manager = DriverManager()
+    lockdown.dial_with_ours(manager)
+    manager.search_folder(str(Path(drivers.__file__).parent), drivers.__package__)
+    assert {manager.find_driver_class(f"{scheme}://x:1") for scheme in ("tcp", "stcp")} == {DiallingTcpDriver}
+    assert manager.find_driver_class("grpc://x:1") is not None
+    late = DriverManager()
+    late.register(TcpDriver)
+    with pytest.raises(Unlockable, match="another driver"):
+        lockdown.dial_with_ours(late)
+
+
+def test_only_two_processes_are_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    check_end(monkeypatch, capsys, "http.server", "none of FLARE's processes")
+
+
+@pytest.mark.slow
+def test_a_service_does_not_start_the_unlockable_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kit = SimpleNamespace(role="site", name="north", folder=tmp_path, flare=tmp_path / "flare")
+    service = Service(kit, tick=0.01)
+    monkeypatch.setattr(kit_checks, "check_certificates", lambda _: None)
+    monkeypatch.setattr(kit_checks, "check_launcher", lambda _: None)
+    monkeypatch.setattr(kit_checks, "check_reachable", lambda *_: "")
+    started: list[list[str]] = []
+
+    def start(self: Service) -> None:
+        started.append([])
+        self.child = subprocess.Popen([sys.executable, "-m", MODULE], stderr=subprocess.DEVNULL, text=True)
+
+    monkeypatch.setattr(Service, "_start_child", start)
+    with pytest.raises(UserError, match="cannot be locked down"):
+        service.run()
+    assert len(started) == 1
+
+
+def test_a_site_starts_flare_behind_the_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kit = SimpleNamespace(role="site", name="north", folder=tmp_path, flare=tmp_path / "flare")
+    commands: list[list[str]] = []
+
+    def popen(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        return SimpleNamespace(pid=1, stdout=[])
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    Service(kit)._start_child()
+    assert commands[0][1:5] == ["-u", "-m", MODULE, CLIENT]
+    # By these two a service finds what an earlier one left behind.
+    assert str(kit.flare) in commands[0]
+    assert CLIENT.startswith("nvflare.private")
+    assert JOB.startswith("nvflare.private")
+
+
+def check_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: str, message: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["lockdown", module])
+    monkeypatch.setattr(lockdown.runpy, "run_module", lambda *_, **__: pytest.fail("it was started"))
+    with pytest.raises(SystemExit) as raised:
+        lockdown.main()
+    assert raised.value.code == 2
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1
+
+
+list_flare = pytest.importorskip("list_flare", reason="docs/ is not beside these tests")
+
+
+def test_the_list_is_that_of_the_code() -> None:
+    page = list_flare.PAGE.read_text(encoding="utf-8")
+    assert page == list_flare.written(page), "run: python docs/list_flare.py"
+
+
+def test_nothing_else_of_flare_is_replaced_or_private() -> None:
+    """Every name here breaks with a release of FLARE that nobody announces: look for a public one first."""
+    touches = list_flare.touches()
+    assert sum(touch.kind == "replaced" for touch in touches) <= 6
+    assert sum(touch.kind == "private" for touch in touches) <= 16
+    assert {touch.file for touch in touches if touch.kind in ("private", "replaced")} == {
+        "flare/drivers/guarded_tcp.py",
+        "flare/frames.py",
+        "flare/lockdown.py",
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("from nvflare.recipe import SimEnv", "public"),
+        ("from nvflare.apis.impl.controller import _private", "private"),
+        ("from nvflare.fuel.f3.drivers.base_driver import BaseDriver", "drivers"),
+        ("from nvflare.fuel.sec.authz import Person", "private"),
+        ("program = 'nvflare.private.fed.app.server.server_train'", "command"),
+        ("_module('private.defs')", "private"),
+        ("def _changes():\n    return [(owner, 'name', 1)]", "replaced"),
+    ],
+)
+def test_every_way_to_touch_flare_is_seen(line: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(line)
+    (touch,) = list_flare.touches(tmp_path)
+    assert (touch.kind, touch.file) == (kind, "code.py")

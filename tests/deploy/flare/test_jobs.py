@@ -6,14 +6,13 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
-
 from nvflare.apis.shareable import Shareable
 from test_kits import provision_project
 
@@ -26,6 +25,7 @@ from fedshift.deploy.flare.service import Service
 from fedshift.deploy.remote.requests import request_key
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal
+from fedshift.files import write_bytes
 from fedshift.json_objects import write_object
 
 
@@ -59,9 +59,9 @@ def test_two_machines_with_one_kit_are_told_apart_from_a_line_that_broke_once(
 
 def test_a_service_notes_which_sites_registered(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service(load_kit(kits.coordinator))
-    service.child = SimpleNamespace(pid=1, stdout=["INFO - Client: New client north@10.0.0.7 joined. Sent token: 1\n"])  # type: ignore[assignment]
+    service.child = SimpleNamespace(pid=1, stdout=["INFO - Client: New client north@10.0.0.7 joined. Sent token: 1\n"])
     monkeypatch.setattr("fedshift.deploy.flare.jobs.time.monotonic", lambda: 7.0)
-    service._read_output(service.child)  # type: ignore[arg-type]
+    service._read_output(service.child)
     assert service._attendance.joined == {"north": 7.0}
 
 
@@ -79,8 +79,7 @@ def test_who_is_refused_for_some_minutes_is_named(kits: Provisioned, monkeypatch
     for _ in range(2):
         running._tell_who_is_refused()
     (event,) = deployment.events()
-    assert event["what"] == "warning"
-    assert event["site"] == "north"
+    assert (event["what"], event["site"]) == ("warning", "north")
     now += 301
     assert attendance.refused_now() == ""
 
@@ -105,9 +104,7 @@ class Server:
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
-def test_jobs_that_die_again_and_again_are_given_up(
-    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_that_die_again_are_given_up(rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count(1000.0, 2.0)
     monkeypatch.setattr("fedshift.deploy.flare.jobs.time.monotonic", lambda: next(ticks))
     made = provision_project(tmp_path)
@@ -120,8 +117,7 @@ def test_jobs_that_die_again_and_again_are_given_up(
     while not job.look(server):
         looks += 1
         assert looks < 50
-    assert server.jobs == 3 + rounds
-    assert deployment.state["state"] == "failed"
+    assert (server.jobs, deployment.state["state"]) == (3 + rounds, "failed")
     assert re.search(r"3 jobs .*fedshift deploy resume", deployment.state["message"])
 
 
@@ -168,7 +164,7 @@ def test_whom_a_deployment_waits_for(
     if began:
         write_object(deployment.folder / "cards.json", {site: {} for site in began})
     server = Server(deployment, 1)
-    server.get_system_info = lambda: SimpleNamespace(client_info=[SimpleNamespace(name="south")])  # type: ignore[method-assign]
+    server.get_system_info = lambda: SimpleNamespace(client_info=[SimpleNamespace(name="south")])
     ended = RunningDeployment(Attendance(), deployment, lambda: frozenset({revoked})).look(server)
     ends = quorum is None and "north" in began and revoked == "north"
     assert (ended, server.jobs) == (ends, int(not waits and not ends))
@@ -192,7 +188,6 @@ def test_what_a_site_cannot_read_is_said_at_both_ends(
     asked = seal({"do": "hello", "key": request_key({"do": "hello"}, body.sha256)}, body)
     context: Any = SimpleNamespace(get_peer_context=lambda: None, get_job_id=lambda: "job")
     told = message_from(FlareSite().execute(TASK, shareable_of(asked), context, None))
-    assert isinstance(told, Message)
     message = json.loads(told.header)["message"]
     assert "lacks the column 'age'" in message
     assert "agee" not in message
@@ -251,11 +246,7 @@ def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(monke
     ids=["revoked", "deadline", "patience"],
 )
 def test_a_site_that_does_not_answer_is_lost(
-    deadline: float,
-    patience: dict[str, float],
-    revoked: set[str],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
+    deadline: float, patience: dict[str, float], revoked: set[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Revoked, at once; otherwise after the deadline, which may be an hour, or if it was lost before, its patience."""
     from nvflare.apis.signal import Signal
@@ -318,5 +309,81 @@ def test_a_deployment_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, "old")
     deployment.folder.mkdir(parents=True)
     (deployment.folder / "experiment.json").write_text(json.dumps({"engine": {"quorum": 3}}))
-    assert deployment._section("engine") == {"quorum": 3}
-    assert deployment._section("notes") == {}
+    assert (deployment._section("engine"), deployment._section("notes")) == ({"quorum": 3}, {})
+
+
+class EndlessServer:
+    """Stands for FLARE's, to which every job runs for ever."""
+
+    def __init__(self) -> None:
+        self.jobs = 0
+
+    def get_system_info(self) -> Any:
+        return SimpleNamespace(client_info=[SimpleNamespace(name="north")])
+
+    def submit_job(self, folder: str) -> str:
+        self.jobs += 1
+        return f"job-{self.jobs}"
+
+    def get_job_meta(self, job: str) -> dict[str, str]:
+        return {"status": "RUNNING"}
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    deployment = Deployment(tmp_path, "study")
+    deployment.want("run")
+    write_bytes(tmp_path / "kit.json", json.dumps({"project": {"sites": ["north"]}}).encode())
+    write_object(deployment.folder / "experiment.json", {"engine": {}})
+    return deployment
+
+
+def look(job: RunningDeployment, server: EndlessServer) -> int:
+    """Look once, and once more for a next job; how many jobs there were."""
+    job.look(server)
+    job._next_status = 0.0
+    job.look(server)
+    return server.jobs
+
+
+def died(deployment: Deployment) -> list[str]:
+    return [event["status"] for event in deployment.events() if event.get("is") == "died"]
+
+
+@pytest.mark.slow
+def test_a_killed_job_is_seen_by_the_service_itself(deployment: Deployment) -> None:
+    server, job = EndlessServer(), RunningDeployment(Attendance(), deployment)
+    assert look(job, server) == 1
+    running = [sys.executable, "-S", "-c", "print(flush=True); input()", "-n", "job-1"]
+    with subprocess.Popen(running, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        noted = {"pid": process.pid, "job": "job-1"}
+        write_object(deployment.folder / "process.json", noted)
+        assert look(job, server) == 1
+        process.kill()
+    assert (look(job, server), died(deployment)) == (2, ["KILLED"])
+    deployment.end("job-1", "aborted")  # what a job that was left still writes ends no other
+    assert look(job, server) == 2
+
+
+def test_an_aborted_job_says_so_itself(deployment: Deployment) -> None:
+    server, job = EndlessServer(), RunningDeployment(Attendance(), deployment)
+    look(job, server)
+    deployment.end("job-1", "aborted")
+    assert (look(job, server), died(deployment)) == (2, ["ABORTED"])
+
+
+def test_a_job_ends_as_soon_as_a_sites_process_of_it_has_ended(deployment: Deployment) -> None:
+    line = "FederatedServer - INFO - Failing job {} due to reported failure from north: ?"
+    server, attendance = EndlessServer(), Attendance()
+    job = RunningDeployment(attendance, deployment)
+    look(job, server)
+    attendance.read_line(line.format("job-0"))
+    look(job, server)
+    assert deployment.new_job_requested() is None, "that was another job"
+    attendance.read_line(line.format("job-1"))
+    look(job, server)
+    assert deployment.new_job_requested() == "the process of a site has ended"
+    deployment.end("job-1", "again")  # as the job does within a quarter of a second
+    assert (look(job, server), died(deployment)) == (2, ["SITE_FAILED"])

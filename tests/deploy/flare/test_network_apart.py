@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -9,16 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
-from loopback import SITES, model, options_of, same, simulate
-
-pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
-
+import yaml
+from loopback import options_of, simulate
 from namespaces import COORDINATOR, PORT, Namespaces, why_not
 from network import Gates, Network, environment
+from outcomes import alike, audit
+from site_yaml import SITES
+from test_fourth_site import LABELLED, PROTOCOL, SEND, files
 
+import fedshift
 from fedshift.deploy.flare.deployment_folder import Deployment
-from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.secure.identity import Identity
 
 pytestmark = pytest.mark.slow
@@ -99,18 +102,16 @@ def whole_run(network: Network) -> Played:
     return whole_run
 
 
-def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(
-    network: Network, whole_run: Played, tmp_path: Path
-) -> None:
+def test_killed_between_exchanges_the_bits_are_equal(network: Network, whole_run: Played, tmp_path: Path) -> None:
     assert [event["status"] for event in whole_run.deployment.events() if event.get("is") == "died"] == ["SITE_FAILED"]
     here = simulate(
         tmp_path,
         {**whole_run.options, "methods": [{"name": "slow_method:Slow", "label": "slow"}]},
         aggregation="secure",
     )
-    assert same(model(here, "slow", "west"), model(whole_run.folder, "slow", "west"))
+    assert alike(here, whole_run.folder, "slow")
     for name in network.names:
-        lines, _ = AuditLog.check(network.made.sites[name] / "memory" / "audit.jsonl")
+        lines = audit(network.made.sites[name])
         calls = [line for line in lines if line["do"] == "call"]
         assert {line["round"] for line in calls if line.get("again")} >= {1, 2}, "kept answers are given again"
         assert {piece["kind"] for line in calls for piece in line["sent"].values()} == {"masked"}
@@ -128,3 +129,40 @@ def test_in_network_namespaces_of_their_own(network: Network, whole_run: Played)
     sockets = whole_run.sockets["coordinator"]
     assert {near for near, _, listens in sockets if listens} == {f"0.0.0.0:{PORT}"}
     assert all(listens or door in (near, far) for near, far, listens in sockets), sockets
+
+
+@pytest.fixture(scope="module")
+def network_without_labels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    folder = tmp_path_factory.mktemp("network_without_labels")
+    held = files(folder / "data")
+    started = Network(folder, {**LABELLED, "va": 70})
+    for name in started.names:
+        lacks = {"site_labels": {"va": "none"}} if name == "va" else {}
+        data = {"name": "arrays", "sites": {name: held[name]}, **lacks}
+        policy = {"smallest_group": 1, "exposure": 1, "models": "all", "splits": "all"}
+        started.write_site(name, data=data, policy={**policy, "send": ["numbers"] if lacks else SEND})
+    with environment(started):
+        try:
+            started.start()
+            yield started
+        finally:
+            started.stop()
+
+
+def test_a_fourth_site_without_labels(network_without_labels: Network, tmp_path: Path) -> None:
+    options = options_of("fedavg", name="fourth", protocol=PROTOCOL, evaluation={"resamples": 0})
+    folder = network_without_labels.finish(network_without_labels.deploy(options, unseen=False))
+    held = {name: network_without_labels.files[name] for name in network_without_labels.names}
+    data = {"name": "arrays", "sites": held, "classes": ["0", "1", "2"], "site_labels": {"va": "none"}}
+    simulated = fedshift.run({**options, "data": data, "engine": {"threads": 1}}, tmp_path)
+    for site in network_without_labels.names:
+        assert alike(folder, simulated.folder, "fedavg", site)
+    kit = network_without_labels.made.sites["va"]
+    received = next((kit / "received").iterdir())
+    (here,) = simulated.estimates["va"]["fedavg"]
+    there = json.loads((received / "estimate.json").read_text())
+    assert [there[name] for name in ("estimate", "low", "high")] == pytest.approx([here.estimate, here.low, here.high])
+    assert len(pd.read_parquet(received / "predictions.parquet")) == 70
+    lines = audit(kit)
+    assert {piece["kind"] for line in lines for piece in line.get("sent", {}).values()} == {"numbers"}
+    assert yaml.safe_load((kit / "SITE.yaml").read_text())["policy"]["send"] == ["numbers"]

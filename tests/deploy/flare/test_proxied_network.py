@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 from connect_proxy import ConnectProxy
-from loopback import model, options_of, same, simulate
-
-pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
-
+from loopback import options_of, simulate
 from network import Network
+from outcomes import model, same
 
 from fedshift.deploy.flare import roles
 
@@ -24,7 +22,6 @@ MONITORED = importlib.util.find_spec("prometheus_client") is not None
 
 
 def fetch(port: int, page: str) -> str:
-    """What a monitor answers."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"http://127.0.0.1:{port}/{page}", timeout=10) as answer:
         return str(answer.read().decode())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,21 +16,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedshift.errors import FedshiftError, UserError
-from fedshift.json_objects import write_object
-
-pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
-
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.kits import Kit, load_kit
-from fedshift.deploy.flare.service import holder, only_service
+from fedshift.deploy.flare.service_lock import holder, only_service
+from fedshift.deploy.flare.service_log import EVENTS, RAW, ServiceLog
+from fedshift.errors import FedshiftError, UserError
+from fedshift.json_objects import write_object
+from tried import case
 
 MODULE = "fedshift.deploy.flare.service"
 
 
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
-    """A site's kit, whose coordinator is never there."""
     folder = tmp_path_factory.mktemp("kits")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -121,3 +121,101 @@ def test_of_two_services_at_once_one_goes_on_and_a_killed_one_is_followed(kit: K
     after.communicate()
     assert roles.status(kit).state == "stopped"
     assert not Path(f"/proc/{after.pid}").exists()
+
+
+STAMP = "2026-11-26 00:00:38,785"
+FORM = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING|ERROR|CRITICAL) \S.*")
+
+
+def events(folder: Path) -> list[str]:
+    file = folder / EVENTS
+    lines = file.read_text().splitlines() if file.exists() else []
+    assert all(FORM.fullmatch(line) for line in lines)
+    return [line[20:] for line in lines]
+
+
+@pytest.mark.case("logs", "an event: one line with time and severity, whatever its text")
+def test_each_event_is_one_line_with_its_severity(tmp_path: Path) -> None:
+    log = ServiceLog(tmp_path)
+    assert not (tmp_path / EVENTS).exists(), "a service that ends at once writes nothing"
+    log.event("connected: listening on port 8002")
+    log.event("retrying:\ncannot\x1b[2J reach", logging.WARNING)
+    assert events(tmp_path) == ["INFO connected: listening on port 8002", "WARNING retrying: cannot [2J reach"]
+
+
+@pytest.mark.parametrize(
+    ("line", "event"),
+    [
+        case(
+            "logs",
+            "what FLARE says of itself: not an event",
+            f"{STAMP} - conn_manager - INFO - Connector [CH00002] is starting",
+            None,
+        ),
+        case(
+            "logs",
+            "a warning of FLARE's: not an event",
+            f"{STAMP} - ServerRunner - WARNING - no site has asked for a task",
+            None,
+        ),
+        case(
+            "logs",
+            "an error of FLARE's",
+            f"{STAMP} - conn_manager - ERROR - Error processing frame: ValueError",
+            "WARNING FLARE says: Error processing frame",
+        ),
+        case(
+            "logs",
+            "our listener's refusal of a site",
+            f"{STAMP} - listener - ERROR - 'north' is refused for 5 minutes: it sends and reads no answers",
+            "ERROR 'north' is refused for 5 minutes",
+        ),
+        case(
+            "logs",
+            "a refusal of the lock-down",
+            f"{STAMP} - fedshift.lockdown - WARNING - refused what server asked for",
+            "WARNING refused what server asked for",
+        ),
+        case(
+            "logs",
+            "a traceback of a process",
+            "Traceback (most recent call last):",
+            "ERROR a process of FLARE's failed",
+        ),
+        case(
+            "logs",
+            "a process that says why it does not start",
+            "error: this version of FLARE cannot be locked down",
+            "ERROR this version of FLARE cannot be locked down",
+        ),
+        case(
+            "logs",
+            "what a site's program refuses, with column and count",
+            "warning: site 'north' refuses to send statistics of so few samples of column 'age': 3 rows have a value",
+            "WARNING site 'north' refuses",
+        ),
+        case("logs", "a line that is not FLARE's", "ERROR", None),
+    ],
+)
+def test_what_is_an_event_of_what_flare_prints(line: str, event: str | None, tmp_path: Path) -> None:
+    ServiceLog(tmp_path).output(f"{line}\n")
+    assert (tmp_path / RAW).read_text() == f"{line}\n"
+    if event is None:
+        assert events(tmp_path) == []
+    else:
+        (single_event,) = events(tmp_path)
+        assert single_event.startswith(event)
+
+
+@pytest.mark.case("logs", "an error of FLARE's a thousand times: one event")
+def test_what_is_repeated_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("fedshift.deploy.flare.service_log.time.monotonic", lambda: now)
+    log = ServiceLog(tmp_path)
+    for number in range(1000):
+        log.output(f"{STAMP} - conn_manager - ERROR - stream {number} failed")
+    log.output(f"{STAMP} - conn_manager - ERROR - another fault")
+    assert (len(events(tmp_path)), len((tmp_path / RAW).read_text().splitlines())) == (2, 1001)
+    now += 61
+    log.output(f"{STAMP} - conn_manager - ERROR - stream 7 failed")
+    assert len(events(tmp_path)) == 3

@@ -66,9 +66,6 @@ def test_no_honest_call_of_a_method_is_refused(name: str, scores: list[float]) -
     assert max(scores) < 1
 
 
-# Crafted --------------------------------------------------------------------------------------------------------------
-
-
 def noise(samples: int, width: int = 8, classes: int = 3) -> Domain:
     draws = np.random.default_rng(3)
     return Domain("north", draws.normal(size=(samples, width)).astype(np.float32), np.arange(samples) % classes)
@@ -154,12 +151,11 @@ def second(network: Network) -> None:
 
 def add_norms(network: Network) -> None:
     """Thresholds by BatchNorm's shift."""
-    linear, norm = network.features.hidden1[0], network.features.hidden1[1]  # type: ignore[union-attr,index]
+    linear, norm = network.features.hidden1[0], network.features.hidden1[1]
     linear.weight.copy_(torch.randn(1, linear.in_features, generator=draws()).expand_as(linear.weight))
     places = (torch.arange(len(norm.bias)) + 0.5) / len(norm.bias)
     norm.bias.copy_(-torch.distributions.Normal(0.0, 1.0).icdf(places))
     classifier = network.classifier
-    assert isinstance(classifier, nn.Linear)
     classifier.weight.copy_(0.01 * torch.linspace(-1, 1, 3)[:, None].expand_as(classifier.weight))
 
 
@@ -185,9 +181,16 @@ def test_crafted_networks_show_samples(network: Mapping[str, Any], change: Calla
     assert score(noise(100), {**network, "hidden": [16, 16]}, lambda _: None) < LIMIT
 
 
-def test_several_passes_hide_nothing() -> None:
-    """A sample that is seen three times is one sample."""
+def test_what_counts_for_a_score() -> None:
+    """A sample that is seen three times is one sample; one row of 40 with a small entry is not all that moves a layer;
+    and sites of a few samples are watched, too.
+    """
     assert score(noise(100), WIDE, bins, local_epochs=3, lr=1e-5) > LIMIT
+    inputs = np.zeros((40, 5), np.float32)
+    inputs[0, 0] = 0.1
+    assert score(Domain("north", inputs, np.arange(40) % 3), {"name": "linear"}, lambda network: None) < 0.07
+    for samples in (1, 2, 9):
+        assert 0 <= score(noise(samples), {"name": "mlp", "hidden": [4]}, lambda _: None) <= 1
 
 
 def test_a_convolution_that_hands_images_on() -> None:
@@ -204,13 +207,12 @@ def test_a_convolution_that_hands_images_on() -> None:
         hidden = next(module for module in network.modules() if isinstance(module, nn.Linear))
         with torch.no_grad():
             pixels = (torch.from_numpy(domain.inputs).float() / 255 - 0.5) / 0.25
-            read = network.features[:-1](pixels)  # type: ignore[index]
+            read = network.features[:-1](pixels)
         direction = torch.randn(hidden.in_features, generator=draws())
         hidden.weight.copy_(1e-3 * direction.expand_as(hidden.weight))
         places = (torch.arange(hidden.out_features) + 0.5) / hidden.out_features
         hidden.bias.copy_(-(read @ (1e-3 * direction)).quantile(places))
         classifier = network.classifier
-        assert isinstance(classifier, nn.Linear)
         classifier.weight.copy_(torch.linspace(-1, 1, 3)[:, None].expand_as(classifier.weight))
 
     cnn = {"name": "mnist_cnn", "channels": [2, 2], "hidden": 1000}
@@ -239,10 +241,10 @@ def test_the_running_mean_of_a_few_samples() -> None:
 
     def change(network: Network) -> None:
         add_norms(network)
-        linear = network.features.hidden1[0]  # type: ignore[union-attr,index]
+        linear = network.features.hidden1[0]
         rows = torch.from_numpy(domain.inputs)
         linear.weight.copy_(1e4 * rows[: len(linear.weight)] / rows[: len(linear.weight)].norm(dim=1, keepdim=True))
-        network.classifier.weight.zero_()  # type: ignore[union-attr,operator]
+        network.classifier.weight.zero_()
 
     draws_ = np.random.default_rng(0)
     lone = np.eye(64, dtype=np.float32) * 50 + draws_.normal(size=(64, 64)).astype(np.float32) * 0.01
@@ -250,17 +252,7 @@ def test_the_running_mean_of_a_few_samples() -> None:
     assert score(domain, {"name": "mlp", "hidden": [64], "batch_norm": True}, change) > LIMIT
 
 
-def test_samples_of_zeros_count_by_the_bias() -> None:
-    """One row of 40 has an entry, and a small one: it is not the only one that moves the layer."""
-    inputs = np.zeros((40, 5), np.float32)
-    inputs[0, 0] = 0.1
-    assert score(Domain("north", inputs, np.arange(40) % 3), {"name": "linear"}, lambda network: None) < 0.07
-
-
-# The watch itself -----------------------------------------------------------------------------------------------------
-
-
-def test_shares_by_hand() -> None:
+def test_shares_and_limits_by_hand() -> None:
     """Units of three samples, and of two."""
     # (3, 1, 0) less ½ of (0, 1, 1) is (3, ½, −½); (0, 1, 1) less ⅒ of (3, 1, 0) is (−0.3, 0.9, 1).
     shares = largest_shares(torch.tensor([[3.0, 0.0], [1.0, 1.0], [0.0, 1.0]]), together=())
@@ -268,26 +260,16 @@ def test_shares_by_hand() -> None:
     # (1, 2, 0) plus (−1, −2, 1) is the third sample alone.
     opposite = largest_shares(torch.tensor([[1.0, -1.0], [2.0, -2.0], [0.0, 1.0]]), together=())
     assert opposite[2].item() == pytest.approx(1.0)
-    single = largest_shares(torch.tensor([[3.0], [1.0]]))
-    assert single.tolist() == pytest.approx([0.9, 0.1])
+    assert largest_shares(torch.tensor([[3.0], [1.0]])).tolist() == pytest.approx([0.9, 0.1])
     assert largest_shares(torch.tensor([[3.0], [1.0]]), of_all=9.0)[0] == pytest.approx(0.5)
-    assert largest_shares(torch.zeros(0, 4)).tolist() == []
-    assert largest_shares(torch.zeros(3, 4)).tolist() == [0.0, 0.0, 0.0]
+    assert (largest_shares(torch.zeros(0, 4)).tolist(), largest_shares(torch.zeros(3, 4)).tolist()) == ([], [0.0] * 3)
     assert largest_shares(torch.tensor([[float("inf")], [1.0]])).tolist() == [1.0, 1.0]
+    # The sum of shares is divided by ten at least: three that stand alone are 0.3.
     assert exposure(torch.tensor([0.5] * 40 + [0.01] * 60)) == pytest.approx(0.5)
-
-
-def test_the_limit_by_hand() -> None:
-    assert [Policy().exposure_limit(samples) for samples in (5, 24, 32, 60, 160)] == pytest.approx(
-        [0.8, 0.8, 0.7, 0.56, 0.46]
-    )
-    assert Policy(exposure=1).exposure_limit(3) == 1
-    assert Policy(exposure=0.9).exposure_limit(3) == 0.9
-
-
-def test_sites_of_a_few_samples_are_watched() -> None:
-    for samples in (1, 2, 9):
-        assert 0 <= score(noise(samples), {"name": "mlp", "hidden": [4]}, lambda _: None) <= 1
+    assert exposure(torch.tensor([1.0, 1.0, 1.0, 0.0])) == pytest.approx(0.3)
+    limits = [Policy().exposure_limit(samples) for samples in (5, 24, 32, 60, 160)]
+    assert limits == pytest.approx([0.8, 0.8, 0.7, 0.56, 0.46])
+    assert [Policy(exposure=most).exposure_limit(3) for most in (1, 0.9)] == [1, 0.9]
 
 
 def test_of_a_large_site_every_third_sample_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,11 +278,6 @@ def test_of_a_large_site_every_third_sample_is_watched(monkeypatch: pytest.Monke
     assert score(noise(300), WIDE, bins) == pytest.approx(whole, abs=0.1)
     assert score(noise(300), WIDE, bins) != whole
     assert score(noise(300), {"name": "mlp", "hidden": [16]}, lambda _: None) < LIMIT / 2
-
-
-def test_a_few_samples_that_stand_alone_are_no_layer() -> None:
-    """The sum of shares is divided by ten at least: three that stand alone are 0.3."""
-    assert exposure(torch.tensor([1.0, 1.0, 1.0, 0.0])) == pytest.approx(0.3)
 
 
 def test_places_of_a_filter_do_not_cancel() -> None:

@@ -18,19 +18,23 @@ from fedshift.deploy.remote.wire import (
     BLOCK,
     LARGEST_CARD,
     LARGEST_HEADER,
+    Body,
     Message,
     Wire,
+    _digest,
     body_of,
     error_answer,
     narrow,
     seal,
     unseal,
     widen,
-)
+)  # fmt: skip
 from fedshift.errors import FedshiftError
-from fedshift.federation.messages import Content, Statistics, Update
+from fedshift.federation import messages
+from fedshift.federation.messages import Content, Statistics, Update, encode
 from fedshift.federation.replies import checked_reply
 from fedshift.weights import Weights
+from tried import case
 
 MUTATIONS = 10_000
 
@@ -64,21 +68,14 @@ def valid(wire: Wire) -> Message:
 
 @pytest.mark.parametrize("wire", ["float32", "bf16", "int8"])
 def test_there_and_back(wire: Wire) -> None:
-    message = valid(wire)
-    header, content, crossed = unseal(message)
+    header, content, crossed = unseal(valid(wire))
     assert header["envelope"] == {"exchange": 3, "progress": 0.25}
-    assert content["samples"] == 31
-    assert content["flag"] is True
-    assert content["loss"] == float("inf")
-    got = content["weights"]
-    assert isinstance(got, Weights)
+    assert (content["samples"], content["flag"], content["loss"]) == (31, True, float("inf"))
+    got: Any = content["weights"]
     got.check_like(weights(), "there and back")
     assert torch.equal(got["norm.num_batches_tracked"], torch.tensor(7))
-    if wire == "float32":
-        assert got == weights()
-        assert crossed == content
-    exact = content["statistics"]
-    assert isinstance(exact, Statistics)
+    assert wire != "float32" or (got, crossed) == (weights(), content)
+    exact: Any = content["statistics"]
     assert torch.equal(exact["mean"], torch.arange(5.0))
 
 
@@ -87,7 +84,6 @@ def test_bytes_are_what_the_format_says(wire: Wire, share: float) -> None:
     weights = Weights({"w": torch.randn(64 * BLOCK)})
     crossed, _ = narrow({"weights": weights}, wire)
     packed = crossed["weights"]
-    assert isinstance(packed, Weights)
     assert packed.nbytes == share * weights.nbytes
 
 
@@ -96,47 +92,35 @@ def test_bytes_are_what_the_format_says(wire: Wire, share: float) -> None:
 def test_rounding_is_bounded(seed: int, scale: float, size: int) -> None:
     values = scale * torch.randn(size, generator=torch.Generator().manual_seed(seed))
     for wire, bound in (("bf16", values.abs() / 256), ("int8", values.abs().max() / 254 * torch.ones(size))):
-        content, manifest = narrow({"w": Weights({"t": values})}, wire)  # type: ignore[arg-type]
-        back = widen(content, manifest)["w"]
-        assert isinstance(back, Weights)
-        assert bool(((back["t"] - values).abs() <= bound * (1 + 1e-5)).all())
+        assert bool(((there_and_back(values, wire) - values).abs() <= bound * (1 + 1e-5)).all())
+
+
+def there_and_back(tensor: torch.Tensor, wire: Any, residuals: Any = None) -> torch.Tensor:
+    back: Any = widen(*narrow({"w": Weights({"t": tensor})}, wire, residuals))["w"]
+    return back["t"]
 
 
 def test_every_block_of_8_bit_integers_has_its_own_scale() -> None:
     """Small numbers beside large ones: each block is off by half a step of its own largest number, not of all."""
     sizes = torch.tensor([1e-3, 100.0, 1.0]).repeat_interleave(BLOCK)
     values = sizes * torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(5))
-    content, manifest = narrow({"w": Weights({"t": values})}, "int8")
-    back = widen(content, manifest)["w"]
-    assert isinstance(back, Weights)
-    for block_back, block in zip(back["t"].view(3, BLOCK), values.view(3, BLOCK), strict=True):
+    back = there_and_back(values, "int8")
+    for block_back, block in zip(back.view(3, BLOCK), values.view(3, BLOCK), strict=True):
         assert (block_back - block).abs().max() <= block.abs().max() / 254 * (1 + 1e-5)
+    for wire in ("bf16", "int8"):
+        assert torch.equal(there_and_back(torch.zeros(300), wire), torch.zeros(300))
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_error_feedback_lets_the_mean_of_messages_converge(wire: Wire) -> None:
     """The same numbers sent again and again: with feedback what rounding took comes later, without it never does."""
-    value = Weights({"t": torch.linspace(-1, 1, 999) + 0.3337})
+    value = torch.linspace(-1, 1, 999) + 0.3337
 
-    def mean_error(feedback: bool) -> float:
-        residuals: dict[str, torch.Tensor] | None = {} if feedback else None
-        total = torch.zeros(999)
-        for _ in range(64):
-            content, manifest = narrow({"w": value}, wire, residuals)
-            back = widen(content, manifest)["w"]
-            assert isinstance(back, Weights)
-            total += back["t"]
-        return float((total / 64 - value["t"]).abs().max())
+    def mean_error(residuals: dict[str, torch.Tensor] | None) -> float:
+        total = sum(there_and_back(value, wire, residuals) for _ in range(64))
+        return float((total / 64 - value).abs().max())
 
-    assert mean_error(True) < mean_error(False) / 16
-
-
-def test_zeros_and_infinities_survive() -> None:
-    for wire in ("bf16", "int8"):
-        content, manifest = narrow({"w": Weights({"t": torch.zeros(300)})}, wire)  # type: ignore[arg-type]
-        back = widen(content, manifest)["w"]
-        assert isinstance(back, Weights)
-        assert torch.equal(back["t"], torch.zeros(300))
+    assert mean_error({}) < mean_error(None) / 16
 
 
 def spoil(message: Message, draws: random.Random, *, sealed: bool) -> Message:
@@ -201,12 +185,18 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
     "message",
     [
         Message("", b"", ""),
-        Message(None, b"", ""),  # type: ignore[arg-type]
-        Message("{}", "text", ""),  # type: ignore[arg-type]
-        Message("{}", b"", 3),  # type: ignore[arg-type]
+        Message(None, b"", ""),
+        Message("{}", "text", ""),
+        Message("{}", b"", 3),
+        *(
+            seal({}, body_of({"weights": Weights({"a": torch.zeros(3).to(dtype)})}))
+            for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint32)
+        ),
+        seal({}, body_of({"models": {"a": {"b": Weights({"a": torch.ones(2)})}}})),
     ],
 )
 def test_other_types_are_no_messages(message: Message) -> None:
+    """Of texts, of numbers and of what lies in a mapping."""
     with pytest.raises(FedshiftError):
         unseal(message)
 
@@ -227,9 +217,6 @@ def test_a_manifest_that_does_not_fit_is_refused() -> None:
             widen(content, other)
 
 
-# What costs time to read ----------------------------------------------------------------------------------------------
-
-
 def sealed_as(header: str, body: bytes) -> Message:
     """A message whose digest fits, as a malicious peer would write it."""
     inner = hashlib.sha256(body).hexdigest()
@@ -244,24 +231,29 @@ def body_with_layout(layout: bytes) -> bytes:
 @pytest.mark.parametrize(
     "message",
     [
-        pytest.param(
+        case(
+            "large headers",
+            "a header of 60 MB, one list",
             sealed_as("[" + "1," * 30_000_000 + "1]", b""),
-            marks=pytest.mark.case("large headers", "a header of 60 MB, one list"),
             id="list of 60 MB",
         ),
-        pytest.param(
+        case(
+            "large headers",
+            "an answer's header just above 1 MiB",
             sealed_as('{"answers": "k", "a": "' + "x" * (1 << 20) + '"}', body_of({}).data),
-            marks=pytest.mark.case("large headers", "an answer's header just above 1 MiB"),
             id="text above 1 MiB",
         ),
-        pytest.param(
+        case(
+            "large headers",
+            "a body that describes no tensor in 40 MB",
             sealed_as(
                 '{"answers": "k"}', body_with_layout(b'{"__metadata__":{"message":"' + b"0," * 20_000_000 + b'"}}')
             ),
-            marks=pytest.mark.case("large headers", "a body that describes no tensor in 40 MB"),
             id="layout of 40 MB",
         ),
-        pytest.param(
+        case(
+            "large headers",
+            "200,000 empty tensors",
             sealed_as(
                 '{"answers": "k"}',
                 body_with_layout(
@@ -272,7 +264,6 @@ def body_with_layout(layout: bytes) -> bytes:
                     + b"}"
                 ),
             ),
-            marks=pytest.mark.case("large headers", "200,000 empty tensors"),
             id="200,000 empty tensors",
         ),
     ],
@@ -297,18 +288,96 @@ def test_headers_that_honest_sites_need_are_read() -> None:
 
 
 @pytest.mark.case("large headers", "a request whose body describes no tensor in 40 MB, at a site")
-def test_a_site_reads_no_description_of_any_length() -> None:
-    message = sealed_as("{}", body_with_layout(b'{"__metadata__":{"message":"{}"},"a":[' + b"0," * 20_000_000 + b"0]}"))
+@pytest.mark.case("large headers", "the error that answers a request whose header is too large")
+def test_a_site_reads_no_request_of_any_length() -> None:
+    layout = b'{"__metadata__":{"message":"{}"},"a":[' + b"0," * 20_000_000 + b"0]}"
+    described, large = sealed_as("{}", body_with_layout(layout)), '{"key": "k", "a": [' + "1," * 20_000_000 + "1]}"
+    request = sealed_as(large, b"")
     begun = time.process_time()
     with pytest.raises(FedshiftError):
-        unseal(message)
-    assert time.process_time() - begun < 0.2
-
-
-@pytest.mark.case("large headers", "the error that answers a request whose header is too large")
-def test_the_answer_to_a_large_request_does_not_read_it() -> None:
-    request = sealed_as('{"key": "k", "a": [' + "1," * 20_000_000 + "1]}", b"")
-    begun = time.process_time()
+        unseal(described)
     header, _, _ = unseal(error_answer(request, FedshiftError("too large")))
     assert header["answers"] is None
-    assert time.process_time() - begun < 0.3
+    assert time.process_time() - begun < 0.4
+
+
+WEIGHTS = Weights({"a": torch.arange(600.0), "b": torch.ones(3, 2)})
+
+
+def never(*_: Any, **__: Any) -> Any:
+    pytest.fail("it was expanded before its size was checked")
+
+
+def packed_message(change: Any, kind: Wire = "int8") -> Message:
+    """A message of rounded weights, whose arrays and manifest ``change`` has spoilt."""
+    crossing, manifest = narrow({"weights": WEIGHTS}, kind)
+    arrays = dict(crossing["weights"].items())
+    manifest = change(arrays, manifest["weights"]) or manifest["weights"]
+    data = encode({"weights": Weights(arrays)}, {"packed": {"weights": manifest}})
+    return seal({}, Body(data, hashlib.sha256(data).hexdigest(), {}))
+
+
+def test_weights_that_fit_are_read() -> None:
+    for kind in ("int8", "bf16"):
+        _, content, _ = unseal(packed_message(lambda arrays, parts: None, kind))
+        torch.testing.assert_close(dict(content["weights"]), dict(WEIGHTS), rtol=0.02, atol=2.5)
+
+
+@pytest.mark.threat("expanding_message")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda arrays, parts: arrays.update(int8=arrays["int8"][:1], scales=torch.ones(500_000)),
+        lambda arrays, parts: arrays.update(scales=torch.ones(1)),
+        lambda arrays, parts: arrays.update(scales=arrays["scales"].double()),
+        lambda arrays, parts: arrays.update(int8=arrays["int8"].float()),
+        lambda arrays, parts: arrays.update(int8=arrays["int8"][:, None]),
+        lambda arrays, parts: [["a", "torch.float32", [10**9]]],
+        lambda arrays, parts: [["a", "torch.float32", [-606]], *parts],
+        lambda arrays, parts: [*parts, *[["empty", "torch.float32", [0]]] * 90_000],
+        lambda arrays, parts: [["a", "torch.float32", [1] * 9]] * 606,
+        lambda arrays, parts: [*parts, *[["more", "torch.float32", [1]]] * 200_000],
+    ],
+    ids=["scales", "one-scale", "double", "float", "2d", "large", "negative", "empty", "sizes", "parts"],
+)
+def test_rounded_weights_are_compared_before_they_are_widened(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = packed_message(change)
+    monkeypatch.setattr(torch.nn.functional, "pad", never)
+    monkeypatch.setattr(torch, "split", never)
+    with pytest.raises(FedshiftError, match="packed weights"):
+        unseal(message)
+
+
+@pytest.mark.threat("expanding_message")
+def test_a_message_of_too_many_tensors_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = Weights({str(number): torch.zeros(0) for number in range(1500)})
+    message = seal({}, body_of({"weights": many}))
+    assert unseal(message)[1]["weights"] == many
+    monkeypatch.setattr(messages, "load_tensors", never)
+    with pytest.raises(FedshiftError, match="damaged"):
+        unseal(message, most_tensors=1000)
+    monkeypatch.undo()
+    crossing, manifest = narrow({"weights": WEIGHTS}, "int8")
+    assert widen(crossing, manifest, 2)["weights"]
+    with pytest.raises(FedshiftError):
+        widen(crossing, manifest, 1)
+
+
+@pytest.mark.parametrize("where", ["value", "key", "header", "raw header"])
+def test_text_that_is_not_unicode_is_refused(where: str) -> None:
+    content: dict[str, Any] = {"loss": "\ud800"} if where == "value" else {"loss": {"\ud800": 1.0}}
+    message = seal({"a": ["\ud800"]}, body_of({})) if "header" in where else seal({}, Body(b"", "", {}))
+    if where in ("value", "key"):
+        data = encode(content)
+        message = seal({}, Body(data, hashlib.sha256(data).hexdigest(), {}))
+    if where == "raw header":
+        text = '{"a": "\ud800"}'
+        body = body_of({})
+        message = Message(text, body.data, _digest(text, body.sha256))
+    with pytest.raises(FedshiftError):
+        unseal(message)
+
+
+def test_text_of_every_language_is_read() -> None:
+    header, content, _ = unseal(seal({"a": "東京 🏥"}, body_of({"name": "東京 🏥"})))
+    assert (header["a"], content["name"]) == ("東京 🏥", "東京 🏥")

@@ -28,23 +28,19 @@ from fedshift.weights import Weights
 
 
 def call_request(header: Mapping[str, Any]) -> CallRequest:
-    """A request as a site reads it."""
     return parse_json(CallRequest, json.dumps(header), "a request")
 
 
 def layout_of(answer: Mapping[str, Any]) -> Layout:
-    """What the header of a masked answer says that its integers are."""
     return Layout.read(parse_json(CallAnswer, json.dumps(answer), "it").layout)
 
 
 def key_card(site: str, answer: Mapping[str, Any]) -> KeyCard:
-    """The card in the header of an answer."""
     return parse_json(KeyAnswer, json.dumps(answer), "it").of(site)
 
 
 def card_entry(card: KeyCard) -> list[str]:
-    """A card as a message holds it."""
-    entry: list[str] = KeyAnswer(card=card.entry).model_dump(mode="json")["card"]
+    entry: list[str] = KeyAnswer(card=key_entry(card)).model_dump(mode="json")["card"]
     return entry
 
 
@@ -89,7 +85,6 @@ def write_kits(folder: Path, sites: Sequence[str]) -> None:
 
 
 def secure_options(method: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """An experiment of two rounds."""
     options = options_of({"name": "fedavg", **(method or {})}, **changes)
     return {**options, "training": {**options["training"], "rounds": 2, **changes.get("training", {})}}
 
@@ -104,7 +99,6 @@ def deploy_secure(
 
 
 def simulate_secure(folder: Path, options: dict[str, Any], sites: Mapping[str, int] = FOUR, **engine: Any) -> Path:
-    """The same experiment in the local engine."""
     return simulate(folder, options, sites, **SECURE, **engine)
 
 

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from federations import Between, write_kits
-from loopback import ADAPT, SITES, deploy, options_of, site_file, write_data
+from loopback import ADAPT, deploy, options_of
+from site_yaml import SITES, site_file, write_data
 
 SEALED_ONLY = ["sealed", "numbers", "accuracy", "metrics"]
 KD3A: dict[str, Any] = {"name": "kd3a"}
 SHOT: dict[str, Any] = {"name": "shot", "bottleneck": 4}
 COPA: dict[str, Any] = {"name": "copa", "local_epochs": 1}
 UNSEEN_SITE = {"targets": ["east"], "seeds": [0], "test_fraction": 0.3}
-RUN = "seed-0"
+SEED = "seed-0"
 SOURCES = ("north", "south")
 
 

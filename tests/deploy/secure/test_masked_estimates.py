@@ -13,16 +13,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import yaml
+from asked import answer_to, forge
 from federations import SECURE, write_kits
-from loopback import Loopback, deploy, events, forge, options_of, site_file
-from test_fourth_site import PROTOCOL, SEND, samples
+from loopback import Loopback, deploy
+from outcomes import alike, audit, events
+from site_yaml import edit, site_file
+from test_fourth_site import LABELLED, OPTIONS, PROTOCOL, SEND, both, predicted, received, samples
 from test_secure_deployments import fingerprints
 
 from fedshift.deploy import estimates
 from fedshift.deploy.crypto.masked_sums import KeyCard
 from fedshift.deploy.privacy.ledger import LEDGER
-from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.remote.requests import EstimateRequest
 from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.secure.site_sums import SiteEstimateSums
@@ -61,30 +62,22 @@ def federation(
         labels = {} if name == "va" else {"y": np.minimum(y, classes - 1)}
         if name == "va" and shift:
             x = (x + shift * np.random.default_rng(9).normal(size=x.shape) + shift).astype(np.float32)
-        np.savez(folder / "data" / f"{name}.npz", x=x, **labels)  # type: ignore[arg-type]
+        np.savez(folder / "data" / f"{name}.npz", x=x, **labels)
+        sections = {"classes": [*"012"[:classes]], **({} if name == "va" else site or {})}
+        file = str(folder / "data" / f"{name}.npz")
         rules = {"send": list(SEND if name in keep else send), "roster": "any", **policy}
-        places[name] = site_file(folder, name, str(folder / "data" / f"{name}.npz"), **rules)
-        written = yaml.safe_load(places[name].read_text()) | {"classes": [*"012"[:classes]]}
-        if name == "va":
-            written["data"]["site_labels"] = {"va": "none"}
-        else:
-            written |= dict(site or {})
-        places[name].write_text(yaml.safe_dump(written))
+        places[name] = site_file(folder, name, file, sections=sections, **rules)
+    edit(places["va"], "data", site_labels={"va": "none"})
     write_kits(folder, list(places))
-    options = options_of("fedavg", protocol=PROTOCOL, evaluation={"resamples": 0})  # type: ignore[arg-type]
-    options["training"] |= {"rounds": 1, **(training or {})}
+    options = {**OPTIONS, "training": {**OPTIONS["training"], "rounds": 1, **(training or {})}}
     transport = Loopback(places, change)
-    sites = {**FOUR, "va": 70}
-    deploy(folder, options, sites=sites, unseen={}, transport=transport, engine=dict(engine or {}))
-    run = next((folder / "va" / "received").iterdir())
-    return json.loads((run / "estimate.json").read_text()), transport
+    deploy(folder, options, sites={**FOUR, "va": 70}, unseen={}, transport=transport, engine=dict(engine or {}))
+    return received(folder), transport
 
 
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.threat("site_without_labels")
-def test_masked_sums_give_the_estimate_of_plain_ones(
-    classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masked_sums_give_the_plain_estimate(classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To 1e-5 points, since numbers are rounded to 2^-33; and of what one site adds no number is told."""
     added: list[torch.Tensor] = []
     numbers_of = SiteEstimateSums._numbers
@@ -120,7 +113,7 @@ def test_masked_sums_give_the_estimate_of_plain_ones(
         assert part[0] == 1
         assert not (upload == part).any()
     assert all(do != "reading" for _, do in transport.asked)
-    lines, _ = AuditLog.check(tmp_path / "masked" / "north" / "memory" / "audit.jsonl")
+    lines = audit(tmp_path / "masked" / "north")
     kinds = {kind["kind"] for line in lines for kind in line.get("sent", {}).values()}
     assert "confidences" not in kinds
     assert "masked" in kinds
@@ -203,28 +196,21 @@ def test_a_sum_that_lost_a_site_is_of_the_others(tmp_path: Path) -> None:
     assert any("'west' gives nothing to a sum" in event.get("message", "") for event in events(tmp_path))
 
 
-def test_another_sum_of_the_same_scores_is_refused(tmp_path: Path) -> None:
+def test_another_sum_of_the_same_scores_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sums of the same numbers over sites that differ by a few would show these."""
     messages: list[str] = []
 
     def ask_otherwise(site: str, header: dict[str, Any], answer: Any) -> Any:
         if site == "north" and header["do"] == "mask" and header["step"] == 1:
-            fewer = {name: card for name, card in header["cards"].items() if name != "west"}
-            scores = {name: run for name, run in header["scores"].items() if name != "west"}
-            again = forge(seal(header, body_of({})), cards=fewer, scores=scores, threshold=2)
-            messages.append(unseal(transports[0].programs[site].handle(again, "an attacker"))[0]["message"])
+            fewer = {field: {k: v for k, v in header[field].items() if k != "west"} for field in ("cards", "scores")}
+            again = forge(seal(header, body_of({})), **fewer, threshold=2)
+            messages.append(answer_to(transports[0].programs[site], again)["message"])
         return answer
 
     transports: list[Loopback] = []
-
-    class Known(Loopback):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            transports.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "Loopback", Known)
-        result, _ = federation(tmp_path, 3, SECURE, ask_otherwise)
+    begin = Loopback.__init__
+    monkeypatch.setattr(Loopback, "__init__", lambda self, *given: (transports.append(self), begin(self, *given))[1])
+    result, _ = federation(tmp_path, 3, SECURE, ask_otherwise)
     assert not result["abstain"]
     assert "masks it only once" in messages[0]
 
@@ -288,3 +274,24 @@ def test_a_sum_of_another_number_of_sites_than_answered_is_none(monkeypatch: pyt
     cards = {name: KeyCard(name, bytes(32), bytes(64)) for name in FOUR}
     with pytest.raises(FedshiftError, match="did not cancel"):
         estimates.Estimates._sum(asking, "run", 1, dict.fromkeys(FOUR, "run"), cards, 2)
+
+
+ADAPT = {"kind": "adapt_to_one", "targets": ["va"], "seeds": [0], "test_fraction": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("method", "protocol", "engine"),
+    [
+        ("fedavg", {**PROTOCOL, "targets": ["va"]}, {"aggregation": "secure"}),
+        ({"name": "shot", "bottleneck": 4}, ADAPT, {"routing": "sealed"}),
+    ],
+)
+def test_the_model_of_the_simulation(
+    method: Any, protocol: dict[str, Any], engine: dict[str, Any], tmp_path: Path
+) -> None:
+    write_kits(tmp_path, [*LABELLED, "va"])
+    deployed, simulated, _ = both(tmp_path, method, protocol, **engine)
+    name = method if isinstance(method, str) else method["name"]
+    assert "routing" in engine or alike(deployed, simulated.folder, name, "va")
+    assert len(predicted(tmp_path)) == 70
+    assert "too few sites" in received(tmp_path)["reasons"][0]

@@ -10,11 +10,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-import yaml
-from loopback import Change, Loopback, killed_at, model, result, site_file, through_deaths, write_data
-
-pytest.importorskip("cryptography")
 from federations import FOUR, deploy_secure, secure_options, simulate_secure, write_kits
+from loopback import Change, Loopback, killed_at, through_deaths
+from outcomes import model, result, rounds_of
+from site_yaml import site_file, write_data
 from test_secure_deployments import fingerprints
 
 from fedshift.deploy.privacy.ledger import LEDGER
@@ -36,24 +35,13 @@ def federation_with_budget(folder: Path, change: Change | None = None, **privacy
     """Sites that send models masked only, and with noise only."""
     files, peers = write_data(folder / "data", FOUR), fingerprints(folder, list(FOUR))
     write_kits(folder, list(FOUR))
-    places = {}
-    for name in FOUR:
-        places[name] = site_file(folder, name, files[name], secure="required", peers=peers)
-        options = yaml.safe_load(places[name].read_text())
-        options["privacy"] = {"epsilon": 30.0, "delta": 1e-5, **privacy}
-        places[name].write_text(yaml.safe_dump(options))
-    return Loopback(places, change)
+    rules = {"secure": "required", "peers": peers, "sections": {"privacy": {"epsilon": 30.0, "delta": 1e-5, **privacy}}}
+    return Loopback({name: site_file(folder, name, files[name], **dict(rules)) for name in FOUR}, change)
 
 
 def paid_calls(transport: Loopback, site: str) -> list[str]:
-    """What a site's ledger has lines for."""
     file = transport.programs[site].config.memory / LEDGER
     return [call for line in file.read_text().splitlines() if (call := json.loads(line)["call"]) != "begin"]
-
-
-def rounds(runs: Path, target: str = "west") -> list[dict[str, Any]]:
-    file = runs / "fedavg" / target / "seed-0" / "rounds.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -82,17 +70,14 @@ def check_sum(contributions: list[tuple[Weights, int]], total: dict[str, torch.T
 
 
 @pytest.mark.threat("spent_budget")
-def test_the_sum_is_of_models_with_noise_and_every_site_counts_it(
-    contributions: list[tuple[Weights, int]], tmp_path: Path
-) -> None:
+def test_the_sum_has_noise_and_every_site_counts_it(contributions: list[tuple[Weights, int]], tmp_path: Path) -> None:
     """Accuracies have noise of their own, which is counted, too."""
     transport = federation_with_budget(tmp_path, measurement_noise=5.0)
     options = secure_options(training={**PRIVATE, "rounds": 1}, protocol=AT_SITES)
     runs, _ = deploy_secure(tmp_path, options, unseen={}, transport=transport)
     check_sum(contributions, model(runs, "fedavg", "sites"))
     stored = result(runs, "fedavg", "sites")
-    assert set(stored["privacy"]) == set(FOUR)
-    assert set(stored["bytes_up"]) == {"masked", "accuracy"}
+    assert (set(stored["privacy"]), set(stored["bytes_up"])) == (set(FOUR), {"masked", "accuracy"})
     assert all(paid_calls(transport, name) == ["fit", "measure"] for name in FOUR)
 
 
@@ -119,9 +104,7 @@ def spending(transport: Loopback, moment: tuple[str, str, int]) -> Change:
 
 
 @pytest.mark.parametrize("quorum", [3, None])
-def test_a_budget_that_ends_between_the_exchanges_costs_the_next_sum_its_site(
-    quorum: int | None, tmp_path: Path
-) -> None:
+def test_a_budget_that_ends_between_exchanges_costs_the_next_sum_its_site(quorum: int | None, tmp_path: Path) -> None:
     """Shares cost nothing: the sum under way is finished. In the next round the site is left out, or ends the run."""
     transport = federation_with_budget(tmp_path)
     transport.change = spending(transport, ("north", "unmask", 1))
@@ -132,11 +115,10 @@ def test_a_budget_that_ends_between_the_exchanges_costs_the_next_sum_its_site(
             deploy_secure(tmp_path, options, transport=transport, engine=engine)
     else:
         runs, _ = deploy_secure(tmp_path, options, transport=transport, engine=engine)
-        extras = [record["extra"] for record in rounds(runs)[-2:]]
+        extras = [record["extra"] for record in rounds_of(runs)[-2:]]
         assert [list(extra.get("missing", {})) for extra in extras] == [[], ["up"]]
         assert "privacy.epsilon" in extras[-1]["missing"]["up"]
-    assert paid_calls(transport, "up").count("fit") == 1
-    assert paid_calls(transport, "north").count("fit") == 2
+    assert (paid_calls(transport, "up").count("fit"), paid_calls(transport, "north").count("fit")) == (1, 2)
 
 
 def test_killed_between_the_exchanges_noise_is_paid_for_once(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from loopback import SETTING, Loopback, events
-
-pytest.importorskip("cryptography")
+from asked import SETTING
 from federations import FOUR, call_request, deploy_secure, layout_of, secure_options, simulate_secure
-from loopback import model, same
+from loopback import Loopback, losing
+from outcomes import alike, audit, events, model, same
+from site_yaml import edit
 from test_private_sums import PRIVATE, federation_with_budget
-from test_secure_deployments import FIVE, between, losing
+from test_secure_deployments import FIVE, between
 from test_secure_site import ENVELOPE, START, Coordinator
 
 from fedshift.deploy.crypto.masked_sums import SecureSum
@@ -70,9 +69,6 @@ class Subtracting(Coordinator):
         return from_fixed(total.unmask_total(told)[1:])
 
 
-# The difference of two sums -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.threat("sum_changed_roster")
 @pytest.mark.case("differences of sums", "a coordinator asks four sites, then three of them, with the same request")
 @pytest.mark.parametrize("roster", ["any", "first"])
@@ -84,7 +80,7 @@ def test_the_difference_of_two_sums_is_a_model_where_the_sites_allow_it(roster: 
     if roster == "first":
         assert "differs by north" in three
         for site in ("south", "east", "up"):
-            lines, _ = AuditLog.check(asking.sites[site].config.audit_log)
+            lines = audit(asking.sites[site])
             assert site != "east" or "policy.roster" in lines[-1]["refused"]
         return
     gap = whole - three
@@ -93,7 +89,6 @@ def test_the_difference_of_two_sums_is_a_model_where_the_sites_allow_it(roster: 
 
 
 def plain(folder: Path, site: str, setting: Mapping[str, Any], exchange: int = 1) -> Any:
-    """The numbers of a site's model, which it sends in clear to this coordinator."""
     alone = Coordinator(folder / f"{site} alone {exchange}")
     envelope = {**ENVELOPE, "exchange": exchange}
     header, _ = alone.to_mask(site, setting=setting, envelope=envelope)
@@ -167,8 +162,7 @@ PAIRS = [
 def test_a_site_has_one_set_of_sites(before: list[str], after: list[str], tmp_path: Path) -> None:
     for number, (first, second) in enumerate([(before, after), (after, before)]):
         rosters = Rosters(tmp_path / str(number), "north", Policy())
-        assert rosters.note(sorted(first), "r") == 1
-        assert rosters.note(sorted(first), "another run") == 1
+        assert (rosters.note(sorted(first), "r"), rosters.note(sorted(first), "another run")) == (1, 1)
         with pytest.raises(Refused, match=r"policy\.roster"):
             rosters.note(sorted(second), "r")
         with pytest.raises(Refused, match=r"policy\.roster"):
@@ -185,60 +179,6 @@ def test_a_site_has_one_set_of_sites(before: list[str], after: list[str], tmp_pa
 def test_a_rule_that_is_none_is_refused(roster: Any) -> None:
     with pytest.raises(ValueError, match="roster"):
         Policy(roster=roster)
-
-
-# What linear combinations of sums show --------------------------------------------------------------------------------
-
-
-def fewest(sets: Iterable[Collection[int]], sites: int, honest: Collection[int] = ()) -> int:
-    """The fewest (honest) sites that a combination of sums over these sets is of, but for none; by trying all.
-
-    A combination is of the sites of a set S if a vector of the span has its support in S: if the rank falls by less
-    than the number of other sites allows.
-    """
-    seen = sorted(honest) or list(range(sites))
-    matrix = np.array([[int(number in members) for number in seen] for members in sets])
-    rank = np.linalg.matrix_rank(matrix)
-    for size in range(1, len(seen) + 1):
-        for chosen in itertools.combinations(range(len(seen)), size):
-            rest = [number for number in range(len(seen)) if number not in chosen]
-            if rank > (np.linalg.matrix_rank(matrix[:, rest]) if rest else 0):
-                return size
-    return 0
-
-
-def test_pairwise_differences_of_three_do_not_suffice() -> None:
-    """Why a site has one set: any two of these differ by three sites or more, and a combination is of two."""
-    sets = [{0, 1, 2, 3, 4, 5}, {0, 1, 2, 6, 7, 8}, {3, 4, 5, 6, 7, 9}, {3, 4, 5}]
-    assert all(len(first ^ other) >= 3 for first, other in itertools.combinations(sets, 2))
-    assert fewest(sets, 10) == 2
-    first, two, three, four = (np.array([int(index in each) for index in range(10)]) for each in sets)
-    assert (first - two + three - 2 * four).tolist() == [0] * 8 + [-1, 1]
-
-
-@pytest.mark.threat("sum_changed_roster")
-@pytest.mark.parametrize("sites", [3, 4, 5, 6, 7])
-def test_combinations_of_sums_of_one_set_each_are_of_whole_sets(sites: int) -> None:
-    """All partitions of so many sites into sets of three or more; also where some sites of a set collude."""
-
-    def partitions(left: list[int]) -> Iterable[list[set[int]]]:
-        if not left:
-            yield []
-        first, others = left[0] if left else 0, left[1:]
-        for size in range(2, len(others) + 1):
-            for more in itertools.combinations(others, size):
-                rest = [number for number in others if number not in more]
-                yield from ([{first, *more}, *further] for further in partitions(rest))
-
-    for sets in partitions(list(range(sites))):
-        assert fewest(sets, sites) >= 3
-        for colluders in range(2):
-            honest = range(colluders, sites)
-            left = min(len(members & {*honest}) for members in sets)
-            assert fewest([members for members in sets if members & {*honest}], sites, honest) == left
-
-
-# The record ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.threat("sum_lost_record")
@@ -270,7 +210,7 @@ def test_the_record_is_on_the_disk_before_anything_masked_leaves(tmp_path: Path)
         ("fedshift.deploy.site_server", "AuditLog.append"),
     ],
 )
-def test_a_site_that_is_killed_at_any_moment_goes_on(
+def test_a_site_killed_anywhere_goes_on(
     dies_in: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before and after the write: the request comes again, the sum is whole, and the record has one line."""
@@ -324,9 +264,6 @@ def test_a_record_that_is_lost_is_noticed(how: str, restarted: bool, tmp_path: P
     assert "error" not in asking.mask("north", envelope=last, envelopes=dict.fromkeys(FOUR, last))[0]
 
 
-# Work -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.threat("sum_unequal_work")
 @pytest.mark.case("unequal work", "one site is let train 200 mini-batches and the others one each")
 def test_no_site_of_a_sum_is_let_do_a_part_of_its_work(tmp_path: Path) -> None:
@@ -349,9 +286,6 @@ def test_a_site_that_is_told_less_than_the_others_refuses(tmp_path: Path) -> Non
     assert "not asked for the same" in asking.ask("north", header, {"weights": START})[0]["message"]
 
 
-# Runs -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -371,9 +305,9 @@ def test_an_honest_run_with_unequal_sites_is_never_refused(changes: dict[str, An
     here = simulate_secure(tmp_path, options, sites)
     for method in options["methods"]:
         (name,) = (path.name for path in there.iterdir() if path.name.startswith(method["name"]))
-        assert same(model(here, name, "west"), model(there, name, "west"))
+        assert alike(here, there, name)
     for program in transport.programs.values():
-        lines, _ = AuditLog.check(program.config.audit_log)
+        lines = audit(program)
         assert not [line for line in lines if "refused" in line or "failed" in line]
 
 
@@ -401,9 +335,7 @@ def test_a_run_waits_for_a_site_that_is_lost_and_ends_in_the_same_bits(tmp_path:
 def test_a_run_that_begins_without_a_site_is_not_begun(tmp_path: Path) -> None:
     """It would keep the others to sums without it."""
     transport = between(tmp_path, losing(("up", "key", 0)), roster="first")
-    transport.change = lambda site, header, answer: (  # type: ignore[assignment]
-        losing(("up", "key", 0))(site, {**header, "round": 0}, answer)
-    )
+    transport.change = lambda site, header, answer: losing(("up", "key", 0))(site, {**header, "round": 0}, answer)
     with pytest.raises(FedshiftError, match=r"'up' gives no key.*policy\.roster"):
         deploy_secure(tmp_path, secure_options(), FIVE, transport=transport, engine={"quorum": 3})
     assert not list(tmp_path.rglob(ROSTERS))
@@ -423,11 +355,7 @@ def test_a_site_that_left_is_named_before_training_until_each_site_lists_the_new
     assert all(f"site '{name}' takes part in sums of east, north, south, up only" in text for name in three)
     assert "policy.roster" in text
     assert {call for _, call in transport.asked} == {"hello"}, "nothing was trained"
-    for name in three:
-        whole = yaml.safe_load(places[name].read_text())
-        whole["policy"]["roster"] = sorted(three)
-        places[name].write_text(yaml.safe_dump(whole))
-    transport = Loopback({name: places[name] for name in three})
+    transport = Loopback({name: edit(places[name], "policy", roster=sorted(three)) for name in three})
     assert deploy_secure(tmp_path, {**options, "name": "without"}, three, unseen={}, transport=transport)
 
 
@@ -441,11 +369,10 @@ def test_sites_that_train_with_noise_may_be_drawn_and_others_not(tmp_path: Path)
     _, transport = deploy_secure(tmp_path, options, FOUR, transport=federation_with_budget(tmp_path))
     rosters = set()
     for program in transport.programs.values():
-        lines, _ = AuditLog.check(program.config.audit_log)
+        lines = audit(program)
         rosters |= {tuple(line["roster"]) for line in lines if "roster" in line}
         assert not (program.config.memory / ROSTERS).exists()
-    assert {len(roster) for roster in rosters} == {3}
-    assert len(rosters) == 2
+    assert ({len(roster) for roster in rosters}, len(rosters)) == ({3}, 2)
 
 
 @pytest.mark.threat("sum_changed_roster")
@@ -465,9 +392,6 @@ def test_targets_whose_sums_differ_are_refused_before_training(tmp_path: Path) -
     with pytest.raises(UserError, match=r"with and without 'north', 'south'.*name one target"):
         deploy_secure(tmp_path, options, FIVE)
     assert deploy_secure(tmp_path / "any", options, FIVE, roster="any")
-
-
-# Colluders ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.threat("sum_threshold")

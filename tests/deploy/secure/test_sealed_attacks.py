@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import SITES, Killed, answer_to, forge
-
-pytest.importorskip("cryptography")
-pytest.importorskip("cryptography.hazmat.primitives.hpke")
+from asked import answer_to, forge
 from cryptography.hazmat.primitives import serialization
 from federations import box_of, card_entry, certificate_of, key_of
+from loopback import Killed
 from sealed import COPA, SHOT, between, run
+from site_yaml import SITES
 
 from fedshift.deploy.crypto.masked_sums import KeyCard
 from fedshift.deploy.remote.transport import Lost
@@ -122,7 +121,6 @@ def answer_given(shot: Stopped, value: Any, plain: bytes | None = None, claims: 
 
 
 def with_method(shot: Stopped, **options: Any) -> dict[str, Any]:
-    """The setting of a run with another method."""
     setting = shot.header("east", "adapt", 2)["setting"]
     return {**setting, "method": {"name": "shot", "options": {**setting["method"]["options"], **options}}}
 
@@ -215,13 +213,11 @@ ON_SHOT: dict[str, tuple[Attack, str]] = {
 
 
 def swap_sites(shot: Stopped) -> dict[str, Any]:
-    """The sources' models, each in the name of the other."""
     models = shot.content("east", "receive_and_adapt", 1)["models"]
     return {"models": dict(zip(reversed(models), models.values(), strict=True))}
 
 
 def nan_model(shot: Stopped) -> Weights:
-    """A model of the right shape that diverged."""
     zeros = parts_of(shot.content("east", "measure", 0)).boxes[0].stand_ins()[""]
     return Weights(
         {

@@ -9,25 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import (
-    Change,
-    Killed,
-    Loopback,
-    Without,
-    events,
-    killed_at,
-    model,
-    result,
-    same,
-    site_file,
-    through_deaths,
-    write_data,
-)
-
-pytest.importorskip("cryptography")
 from federations import FOUR, deploy_secure, secure_options, simulate_secure, write_kits
+from loopback import Change, Killed, Loopback, Without, killed_at, losing, through_deaths
+from outcomes import alike, audit, events, model, result, rounds_of, same
+from site_yaml import site_file, write_data
 
-from fedshift.deploy.remote.policy import AuditLog
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.secure.identity import Identity
@@ -53,15 +39,14 @@ def test_same_bits_as_the_local_engine_and_nothing_single_leaves(method: dict[st
     there, transport = deploy_secure(tmp_path, options, secure="required", peers=peers, send=send)
     here = simulate_secure(tmp_path, options)
     name = options["methods"][0]["name"]
-    assert same(model(here, name, "west"), model(there, name, "west"))
+    assert alike(here, there, name)
     ours, theirs = result(here, name, "west"), result(there, name, "west")
-    assert ours["selected"] == theirs["selected"]
-    assert set(theirs["bytes_up"]) == {"masked", "accuracy"}
+    assert (ours["selected"], set(theirs["bytes_up"])) == (theirs["selected"], {"masked", "accuracy"})
     sums, sites = transport.asked.count(("north", "unmask")), len(FOUR)
     shares = 33 * sites * sites + 28 * sites + 32 * sites + 33 * sites  # sealed, commitments, and what is revealed
     shares += 32 * (sites - 1)  # codes that confirm who answered
     assert theirs["bytes_up"]["masked"] - ours["bytes_up"]["masked"] == sums * sites * shares
-    lines, _ = AuditLog.check(transport.programs["north"].config.audit_log)
+    lines = audit(transport.programs["north"])
     sent = {piece["kind"] for line in lines for piece in line.get("sent", {}).values() if line["do"] != "measure"}
     assert sent == {"numbers", "masked"}
     assert {"key", "confirm", "unmask"} <= {line["do"] for line in lines}
@@ -80,16 +65,6 @@ def test_sums_of_drawn_sites_are_refused_before_training(tmp_path: Path) -> None
             carry_out(tmp_path, options, FIVE)
 
 
-def losing(*lost: tuple[str, str, int]) -> Change:
-    """Sites that are lost in the exchange of a kind (call, unmask) of a round."""
-
-    def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
-        number = header.get("envelope", header).get("round")
-        return Lost("it is away") if (site, header["do"], number) in lost else answer
-
-    return change
-
-
 def between(folder: Path, change: Change, sites: dict[str, int] = FIVE, **policy: Any) -> Loopback:
     """Sites in this process, which also take part in sums of some of them, and somebody between them and the
     coordinator."""
@@ -99,14 +74,12 @@ def between(folder: Path, change: Change, sites: dict[str, int] = FIVE, **policy
 
 
 @pytest.mark.parametrize("wire", ["float32", "bf16"])
-def test_sites_are_lost_before_and_between_the_exchanges(
-    wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sites_are_lost_between_the_exchanges(wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a rounded wire, where a site that was away has not seen what was rounded before."""
     options = secure_options()
     transport = between(tmp_path, losing(("up", "call", 1), ("down", "unmask", 1), ("east", "confirm", 2)))
     there, _ = deploy_secure(tmp_path, options, FIVE, transport=transport, engine={"quorum": 4, "wire": wire})
-    records = [json.loads(line) for line in (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()]
+    records = rounds_of(there)
     assert [list(record["extra"].get("missing", {})) for record in records[-2:]] == [["up"], []]
     monkeypatch.setattr(Without, "absent", {("up", 1)})
     monkeypatch.setattr("fedshift.experiment.runs.round_loop.LocalFederation", Without)
@@ -121,7 +94,7 @@ def test_sites_are_lost_before_and_between_the_exchanges(
         assert down[1] < 0.55 * down[0]
 
 
-def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_killed_between_exchanges_the_bits_are_equal(tmp_path: Path) -> None:
     """Coordinator and sites begin anew each time: from nothing, and from a checkpoint."""
     options = secure_options(CSAC)
     moments = [("north", "confirm", 0), ("up", "call", 1), ("east", "unmask", 1), ("up", "confirm", 2)]
@@ -131,8 +104,8 @@ def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(tmp_path: Path
     )
     assert deaths == len(moments)
     here = simulate_secure(tmp_path, options)
-    assert same(model(here, "csac", "west"), model(there, "csac", "west"))
-    lines, _ = AuditLog.check(transport.programs["north"].config.audit_log)
+    assert alike(here, there, "csac")
+    lines = audit(transport.programs["north"])
     assert sum(bool(line.get("again")) for line in lines) >= deaths, "answers that were kept are given again"
 
 
@@ -147,11 +120,11 @@ def test_a_site_that_is_back_after_the_others_told_their_shares_is_in_no_sum(tmp
     with pytest.raises(Killed):
         deploy_secure(tmp_path, options, FIVE, transport=between(tmp_path, once), engine=quorum)
     there, _ = deploy_secure(tmp_path, options, FIVE, transport=between(tmp_path, losing()), engine=quorum)
-    record = json.loads((there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()[-2])
+    record = rounds_of(there)[-2]
     assert "before others were told" in record["extra"]["missing"]["up"]
     other = tmp_path / "other"
     through, _ = deploy_secure(other, options, FIVE, transport=between(other, losing(("up", "call", 1))), engine=quorum)
-    assert same(model(through, "fedavg", "west"), model(there, "fedavg", "west"))
+    assert alike(through, there)
 
 
 @pytest.mark.parametrize("do", ["confirm", "unmask"])
@@ -165,15 +138,14 @@ def test_too_few_in_the_second_exchange_end_the_run_which_goes_on_later(do: str,
         deploy_secure(tmp_path, options, FIVE, transport=between(tmp_path, gone), engine={"quorum": 4})
     there, _ = deploy_secure(tmp_path, options, FIVE, transport=between(tmp_path, losing()))
     here = simulate_secure(tmp_path, options, FIVE)
-    assert same(model(here, "fedavg", "west"), model(there, "fedavg", "west"))
+    assert alike(here, there)
 
 
 def rewritten(answer: Message, changes: dict[str, Any], **tensors: Any) -> Message:
-    """An answer with other fields in its header, or other tensors."""
     header, content, _ = unseal(answer)
     field = next(iter(content), None)
     if tensors and field is not None:
-        content = {field: Masked({**content[field], **tensors})}  # type: ignore[dict-item]
+        content = {field: Masked({**content[field], **tensors})}
     return seal({**header, **changes}, body_of(content))
 
 
@@ -200,16 +172,14 @@ LAYOUT = [["loss"], [["weights", "weights", "w", "torch.float32", [7]]]]
         ("key", lambda answer: rewritten(answer, {"card": "none"})),
     ],
 )
-def test_garbage_of_one_site_costs_the_run_at_most_that_site(
-    do: str, spoil: Callable[[Message], Message], tmp_path: Path
-) -> None:
+def test_garbage_costs_at_most_its_site(do: str, spoil: Callable[[Message], Message], tmp_path: Path) -> None:
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
         return spoil(answer) if site == "east" and header["do"] == do and isinstance(answer, Message) else answer
 
     options = secure_options(training={"rounds": 1}, model={"name": "linear"})
     transport = between(tmp_path, change)
     there, _ = deploy_secure(tmp_path, options, FIVE, transport=transport, engine={"quorum": 4})
-    missing = json.loads((there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()[-1])["extra"]
+    missing = rounds_of(there)[-1]["extra"]
     assert list(missing.get("missing", {})) == ([] if do in ("confirm", "unmask") else ["east"])
 
 
@@ -225,7 +195,7 @@ def test_a_site_that_refuses_is_left_out_and_no_other(tmp_path: Path) -> None:
         deploy_secure(tmp_path, options, transport=transport, engine={"quorum": 3})
     there, _ = deploy_secure(tmp_path / "again", options, transport=transport, engine=engine)
     here = simulate_secure(tmp_path, options, **engine, refuse_at={"up": ["weights"]})
-    assert same(model(here, "fedavg", "west"), model(there, "fedavg", "west"))
+    assert alike(here, there)
     assert ("up", "unmask") not in transport.asked
 
 
@@ -239,7 +209,7 @@ def test_where_models_leave_masked_a_plain_run_is_refused_before_it_trains(tmp_p
     there, _ = deploy_secure(
         other, secure_options(), transport=transport, engine={**plain, "on_refusal": "leave_out", "quorum": 3}
     )
-    record = json.loads((there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()[-1])
+    record = rounds_of(there)[-1]
     assert list(record["extra"]["refused"]) == ["up"]
     assert any("'up' sends models only masked" in str(event) for event in events(other))
 
@@ -258,7 +228,7 @@ def test_a_site_that_lost_its_key_is_lost_until_the_run_ends(tmp_path: Path) -> 
                 key.unlink()
         return answer
 
-    transport.change = forget  # type: ignore[assignment]
+    transport.change = forget
     there, _ = deploy_secure(tmp_path, secure_options(), FIVE, transport=transport, engine={"quorum": 4})
-    records = [json.loads(line) for line in (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()]
+    records = rounds_of(there)
     assert "another key than before" in records[-1]["extra"]["missing"]["up"]

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from loopback import SETTING, call_header, site_file, write_data
-
-pytest.importorskip("cryptography")
+from asked import SETTING, call_header
 from cryptography.hazmat.primitives import serialization
 from federations import FOUR, call_request, certificate_of, key_card, key_of, layout_of, write_kits
+from outcomes import audit
+from site_yaml import site_file, write_data
 
 from fedshift.deploy.crypto.masked_sums import KeyCard, Order, SecureSum, signed_text
 from fedshift.deploy.remote.orders import (
@@ -27,17 +27,18 @@ from fedshift.deploy.remote.orders import (
     sealed_content,
     sum_asked,
     upload_of,
-)
-from fedshift.deploy.remote.policy import AuditLog
+)  # fmt: skip
 from fedshift.deploy.remote.requests import PROTOCOL, request_key
 from fedshift.deploy.remote.wire import body_of, seal, unseal
 from fedshift.deploy.secure.identity import Identity, signing
-from fedshift.deploy.secure.site_sums import Summing
+from fedshift.deploy.secure.site_sums import Summing, promised_masked
 from fedshift.deploy.site_server import SiteProgram, open_site
-from fedshift.errors import Refused
-from fedshift.federation.messages import Content
-from fedshift.federation.secure.integer_sums import Weighing
+from fedshift.errors import FedshiftError, Refused, UserError
+from fedshift.experiment.fits.secure_sums import check_sums
+from fedshift.federation.messages import Content, Update
+from fedshift.federation.secure.integer_sums import Weighing, contribution
 from fedshift.federation.site import Envelope
+from fedshift.methods import registry
 from fedshift.weights import Weights
 
 ENVELOPE = {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 500}
@@ -89,7 +90,6 @@ class Coordinator:
         return self.ask(site, header, {"weights": weights})
 
     def mask_all(self, weights: Mapping[str, Weights] | None = None) -> SecureSum:
-        """The sum of the masked answers of all sites, each of which may be sent other weights."""
         _, order = self.to_mask("north")
         total = SecureSum(order)
         for name in FOUR:
@@ -130,15 +130,15 @@ def test_one_update_is_masked_once(asking: Coordinator) -> None:
     first = asking.mask("north")
     asking.restart("north")
     again = asking.mask("north")
-    assert torch.equal(first[1]["sum"]["sum"], again[1]["sum"]["sum"])  # type: ignore[index,call-overload]
+    assert torch.equal(first[1]["sum"]["sum"], again[1]["sum"]["sum"])
     assert first[0] == again[0]
     part = {**asking.to_mask("north")[0]["part"], "number": 1}  # trained anew, and masked as before
-    assert torch.equal(first[1]["sum"]["sum"], asking.mask("north", part=part)[1]["sum"]["sum"])  # type: ignore[index,call-overload]
+    assert torch.equal(first[1]["sum"]["sum"], asking.mask("north", part=part)[1]["sum"]["sum"])
     for changes in ({"names": ["north", "south", "east"]}, {"weights": OTHER}, {"weighing": ["samples", 9, 4]}):
         assert re.search("masks it only once|differs by up", asking.mask("north", **changes)[0]["message"])
     slower = {**SETTING, "training": {"lr": 0.5}}
     assert "masks it only once" in asking.mask("north", setting=slower)[0]["message"]
-    lines, _ = AuditLog.check(asking.sites["north"].config.audit_log)
+    lines = audit(asking.sites["north"])
     assert [bool(line.get("refused")) for line in lines if line["do"] == "call"] == [False] * 3 + [True] * 4
     later = {**ENVELOPE, "exchange": 2}
     asking.mask("north", envelope=later, envelopes=dict.fromkeys(FOUR, later), checkpoint=1)
@@ -155,9 +155,9 @@ def test_a_site_tells_shares_of_one_kind_for_one_set_of_survivors(tmp_path: Path
     shares = content["shares"]
     assert answer["answers"]
     # Of a site that answered the share of its own seed, of the lost one those of its pairs: never both of one.
-    assert (shares["own"].shape, shares["pairs"].shape) == ((3, 33), (3, 33))  # type: ignore[index,call-overload,union-attr]
+    assert (shares["own"].shape, shares["pairs"].shape) == ((3, 33), (3, 33))
     asking.restart("north")
-    assert asking.unmask("north", total, three)[1]["shares"]["own"].equal(shares["own"])  # type: ignore[index,call-overload,union-attr]
+    assert asking.unmask("north", total, three)[1]["shares"]["own"].equal(shares["own"])
     assert "for other sites already" in asking.unmask("north", total, total.answered)[0]["message"]
     for answered in (three[:2], [*three, "west"], [*three, "north"], ["east", "south", "up"]):
         assert "error" in asking.unmask("north", total, answered)[0]
@@ -249,12 +249,9 @@ def test_required_means_that_no_model_leaves_alone(tmp_path: Path) -> None:
     answer, _ = asking.ask("north", header, {"weights": START})
     assert answer["error"] == "KindRefused"
     assert "policy.secure: required" in answer["message"]
-    lines, _ = AuditLog.check(asking.sites["north"].config.audit_log)
+    lines = audit(asking.sites["north"])
     assert "policy.secure: required" in lines[-1]["refused"]
     assert "error" not in asking.mask("north")[0]
-
-
-# Keys and certificates ------------------------------------------------------------------------------------------------
 
 
 def prints(folder: Path) -> dict[str, str]:
@@ -338,3 +335,183 @@ def test_a_part_of_the_work_goes_into_no_sum(worked: float, one_set: bool, refus
     runner = cast(Any, SimpleNamespace(site=SimpleNamespace(worked=worked), method=None))
     with pytest.raises(Refused if refused else AttributeError, match="a part of it only" if refused else None):
         summing.contribution(cast(Any, None), "fit", runner, {})
+
+
+CSAC = {**SETTING, "method": {"name": "csac", "options": {"acquisition_steps": 2}}}
+
+
+class Asking(Coordinator):
+    """A coordinator that asks all sites for any call, and remembers their memory as an honest one does."""
+
+    def __init__(self, folder: Path, **policy: Any) -> None:
+        super().__init__(folder, **policy)
+        self.memory: dict[str, dict[str, str]] = {}
+
+    def header(self, site: str, call: str, exchange: int, **changes: Any) -> dict[str, Any]:
+        envelope = {**ENVELOPE, "exchange": exchange}
+        memory = self.memory.get(site, {})
+        asked = {"setting": CSAC, "weighing": ["uniform", 0, len(FOUR)], "envelope": envelope, **changes}
+        answer, _ = self.to_mask(site, envelopes=dict.fromkeys(FOUR, envelope), memory=memory, kept=memory, **asked)
+        return {**answer, "call": call}
+
+    def answers(self, call: str, content: Mapping[str, Content], exchange: int, **changes: Any) -> dict[str, Any]:
+        answers = {}
+        for site in FOUR:
+            answers[site], _ = self.ask(site, self.header(site, call, exchange, **changes), content)
+            self.memory[site] = answers[site].get("memory", self.memory.get(site, {}))
+        return answers
+
+
+@pytest.fixture
+def asking_all(tmp_path: Path) -> Asking:
+    return Asking(tmp_path)
+
+
+@pytest.fixture
+def acquisition(asking_all: Asking) -> Asking:
+    answers = asking_all.answers("acquire", {"keep": True}, 1)
+    assert all("error" not in answer for answer in answers.values()), answers
+    return asking_all
+
+
+@pytest.mark.threat("sum_rounded_weights")
+@pytest.mark.parametrize("exponent", [26, 37, 60])
+def test_weights_that_round_the_smaller_sites_away_are_refused(exponent: int, asking_all: Asking) -> None:
+    """N_k / 2^37: of 12, 18, 15 and 29 samples, two would have no weight at all and the sum be of the other two."""
+    answer, _ = asking_all.mask("north", weighing=["samples", exponent, len(FOUR)])
+    assert "too large for a sum" in answer["message"]
+    lines = audit(asking_all.sites["north"])
+    assert "rounded off" in lines[-1]["failed"]
+    assert not list(asking_all.sites["north"].config.memory.glob("r/sums/*masked*"))
+
+
+def test_honest_weights_are_far_from_that() -> None:
+    """One sample in half a million."""
+    reply = Update(START, 1, 0.0)
+    assert contribution(reply, Weighing.of("samples", [1, 2**19])).numbers["sum"][1].item() == 2 ** (32 - 20)
+    with pytest.raises(FedshiftError, match="rounded off"):
+        contribution(reply, Weighing.of("samples", [1, 2**20]))
+
+
+@pytest.mark.threat("sum_held_out")
+def test_sites_that_train_on_other_rows_unmask_nothing(asking_all: Asking) -> None:
+    """Or the others could have next to no samples, and the sum be of one site."""
+    _, order = asking_all.to_mask("north")
+    total = SecureSum(order)
+    for site in FOUR:
+        header, _ = asking_all.to_mask(site)
+        if site != "north":
+            header["part"] |= {"split": {"test_fraction": 0.9, "split": "auto", "seed": 0}}
+        answer, content = asking_all.ask(site, header, {"weights": START})
+        assert "error" not in answer, answer
+        total.add(site, upload_of(content, order, layout_of(answer).length)[0])
+    assert "no majority" in asking_all.unmask("north", total, total.answered)[0]["message"]
+    assert "did not mask" in asking_all.unmask("south", total, total.answered)[0]["message"]
+
+
+@pytest.mark.threat("sum_kept_kinds")
+def test_a_sum_lets_out_no_kind_that_the_site_keeps(asking_all: Asking) -> None:
+    """Styles of single images are refused in a sum, too."""
+    setting = {**SETTING, "method": {"name": "ccst", "options": {}}, "on_refusal": "leave_out"}
+    answer, _ = asking_all.ask("north", asking_all.header("north", "share_styles", 1, setting=setting))
+    assert (answer.get("error"), "send styles" in answer.get("message", "")) == ("KindRefused", True)
+    assert promised_masked({"weights": "weights", "loss": "numbers"}) == {"sum": "masked"}
+
+
+@pytest.mark.threat("sum_of_one_model")
+@pytest.mark.parametrize(
+    ("call", "method"),
+    [
+        ("acquire", {"name": "csac", "options": {"distance_power": 400.0}}),
+        ("acquire", {"name": "csac", "options": {"aggregation": "similarity"}}),
+        ("fit", {"name": "fedavg", "options": {"robust": {"rule": "median"}}}),
+        ("fit", {"name": "alone", "options": {}}),
+    ],
+)
+def test_a_site_masks_only_for_methods_of_sums(call: str, method: dict[str, Any], asking_all: Asking) -> None:
+    answer, _ = asking_all.ask("north", asking_all.header("north", call, 1, setting={**SETTING, "method": method}))
+    assert answer["error"] == "Refused"
+    assert "not made of sums alone" in answer["message"]
+
+
+@pytest.mark.threat("sum_of_one_model")
+@pytest.mark.parametrize("power", [2.0, 2.5])
+def test_a_high_power_of_the_distance_is_refused_before_training(power: float) -> None:
+    """With d^400 the sum is the farthest model, and with d² no site of n has more than (n − 1)/n of it."""
+    method = registry.parse({"name": "csac", "distance_power": power})
+    if power <= 2:
+        assert check_sums(method, 4) == ()
+        return
+    with pytest.raises(UserError, match="with these options it reads norms of csac's sites: choose"):
+        check_sums(method, 4)
+
+
+def move_mean(asking_all: Asking, by: float) -> dict[str, Content]:
+    return {"mean": Weights({name: tensor + by for name, tensor in START.items()})}
+
+
+@pytest.mark.threat("sum_questions")
+def test_a_site_is_asked_once_about_a_model(acquisition: Asking) -> None:
+    """Distances to means that a coordinator chooses, one after the other, would show the models themselves."""
+    first = acquisition.answers("weigh", move_mean(acquisition, 0.1), 2)
+    again = acquisition.answers("weigh", move_mean(acquisition, 0.1), 2)
+    assert first == again
+    for site in FOUR:
+        acquisition.restart(site)
+    for exchange, changes in ((2, {}), (3, {}), (3, {"setting": {**CSAC, "seed": 1}})):
+        for answer in acquisition.answers("weigh", move_mean(acquisition, 0.2), exchange, **changes).values():
+            assert answer["error"] == "Refused"
+            assert re.search("about this model before|masks it only once", answer["message"])
+    whole = Weights({name: tensor + 0.3 for name, tensor in START.items()})
+    answers = acquisition.answers("calibrate", {"weights": whole, "keep": True}, 4)
+    assert all("error" not in answer for answer in answers.values()), answers
+    answers = acquisition.answers("weigh", move_mean(acquisition, 0.2), 4)  # about another model
+    assert all("error" not in answer for answer in answers.values()), answers
+
+
+@pytest.mark.threat("sum_questions")
+def test_a_question_that_was_refused_was_asked(acquisition: Asking) -> None:
+    """Whether an answer is too large tells of the distance: one question for each model, answered or not."""
+    assert "too large for a sum" in acquisition.answers("weigh", move_mean(acquisition, 1e6), 2)["north"]["message"]
+    answers = acquisition.answers("weigh", move_mean(acquisition, 0.1), 3)
+    assert all("about this model before" in answer["message"] for answer in answers.values())
+
+
+@pytest.mark.threat("sum_refusal_tells")
+@pytest.mark.parametrize(
+    ("setting", "weights", "expected"),
+    [
+        (SETTING, START["classifier.weight"] + 1e12, "too large for a sum"),
+        ({**SETTING, "training": {"lr": 1e5}}, START["classifier.weight"], "training diverged"),
+    ],
+)
+def test_a_refusal_tells_no_number(
+    setting: dict[str, Any], weights: torch.Tensor, expected: str, asking_all: Asking
+) -> None:
+    """The coordinator is told what happened; how large the numbers are stands in the site's own log."""
+    content = {"weights": Weights({**START, "classifier.weight": weights})}
+    message = asking_all.ask("north", asking_all.header("north", "fit", 1, setting=setting), content)[0]["message"]
+    assert expected in message
+    assert not re.search(r"\d", message)
+    lines = audit(asking_all.sites["north"])
+    assert re.search(r"\d", lines[-1]["failed"])
+
+
+@pytest.mark.threat("sum_refusal_tells")
+def test_a_distance_that_is_too_large_is_not_told(acquisition: Asking) -> None:
+    """A single site's distance to a mean of the coordinator's choice, to six digits, is what sums hide."""
+    for answer in acquisition.answers("weigh", move_mean(acquisition, 1e6), 2).values():
+        assert "too large for a sum" in answer["message"]
+        assert not re.search(r"\d", answer["message"])
+
+
+def test_orders_bind_role_and_split(asking_all: Asking) -> None:
+    header, order = asking_all.to_mask("north")
+    sha = body_of({"weights": START}).sha256
+    for part in (
+        {**header["part"], "role": "target"},
+        {**header["part"], "split": {**header["part"]["split"], "seed": 1}},
+    ):
+        assert order_in(call_request({**header, "part": part}), sha)[0].binding != order.binding
+    part_of_site = {**header["part"], "number": 1, "fingerprint": "f"}  # differ from site to site
+    assert order_in(call_request({**header, "part": part_of_site}), sha)[0].binding == order.binding
