@@ -204,6 +204,7 @@ def test_an_epoch_of_one_step_is_a_gradient(tmp_path: Path) -> None:
     assert case.labels_right == (Counter(case.labels) & Counter(case.inferred)).total() <= 3
 
 
+@pytest.mark.slow  # three audits
 def test_the_same_again(tmp_path: Path) -> None:
     def numbers(result: LeakageAudit) -> list[dict[str, Any]]:
         records = [case.record() for case in result.cases]

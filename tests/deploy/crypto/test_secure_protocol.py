@@ -401,7 +401,10 @@ def test_a_large_roster_with_as_many_lost_as_may_be(tmp_path: Path, number: int)
     assert torch.equal(where.sum_of(where.order(), first, second), where.plain(first))
 
 
-@pytest.mark.parametrize(("number", "liars"), [(20, ["s00"]), (20, ["s00", "s07", "s10"]), (50, ["s03", "s20"])])
+@pytest.mark.parametrize(
+    ("number", "liars"),
+    [(20, ["s00"]), (20, ["s00", "s07", "s10"]), pytest.param(50, ["s03", "s20"], marks=pytest.mark.slow)],
+)
 def test_wrong_shares_of_a_few_in_a_large_roster_are_left_out(tmp_path: Path, number: int, liars: list[str]) -> None:
     """Wherever they stand in the roster, and whatever else they tell."""
     where, draw = Federation(tmp_path, number), random.Random(number)
@@ -510,7 +513,10 @@ def test_what_remains_one_of_three_sites_takes_csac_apart() -> None:
 
 
 @pytest.mark.threat("sum_questions")
-@pytest.mark.parametrize(("sites", "answers", "shown"), [(3, 1, False), (3, 2, True), (4, 3, True), (5, 4, True)])
+@pytest.mark.parametrize(
+    ("sites", "answers", "shown"),
+    [(3, 1, False), (3, 2, True), (4, 3, True), pytest.param(5, 4, True, marks=pytest.mark.slow)],
+)
 def test_what_remains_whoever_chooses_the_mean_takes_csac_apart(sites: int, answers: int, shown: bool) -> None:
     """Like models that are trained again round after round, and another A for `weigh` in each: H − 1 answers do.
 
