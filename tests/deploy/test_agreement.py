@@ -21,7 +21,7 @@ from site_yaml import SITES, edit, site_file, site_files, table_files, write_dat
 from test_site_budget import draw_secret
 
 from fedshift.deploy.coordinator import check_members, coordinate
-from fedshift.deploy.members import CARDS
+from fedshift.deploy.json_files import CARDS
 from fedshift.deploy.privacy.ledger import LEDGER
 from fedshift.deploy.remote.requests import PROTOCOL, request_key
 from fedshift.deploy.remote.transport import Lost

@@ -14,7 +14,7 @@ from outcomes import model as model_of
 from site_yaml import SITES, edit, site_file, table_files, write_data
 
 from fedshift.deploy.cli.site import check_site
-from fedshift.deploy.privacy.few_rows import few_samples
+from fedshift.deploy.privacy.table_view import few_samples
 from fedshift.deploy.remote.wire import Message, unseal
 from fedshift.deploy.site_file import load_site, read_holding
 from fedshift.deploy.site_server import SiteProgram, open_site

@@ -392,7 +392,7 @@ CALLS = {
     "deploy/secure/site_seals": 3,
     "deploy/sinks": 1,
     "deploy/site_backup": 1,  # tried in tests/deploy/privacy/test_ledger.py
-    "deploy/site_cards": 1,
+    "deploy/site_cards": 2,
     "deploy/site_requests": 2,
     "evaluation/packing": 1,
     "evaluation/site_bytes": 1,

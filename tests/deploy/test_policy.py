@@ -16,7 +16,7 @@ from outcomes import audit
 from site_yaml import edit, site_file, site_files
 from test_hostile_coordinator import ENVELOPE, hello, program_of
 
-from fedshift.deploy.privacy.few_rows import few_samples, leaving, of_many_rows
+from fedshift.deploy.privacy.table_view import few_samples, leaving, of_many_rows
 from fedshift.deploy.remote import policy as policies
 from fedshift.deploy.remote.policy import AuditLog, Policy
 from fedshift.deploy.remote.requests import PROTOCOL, request_key

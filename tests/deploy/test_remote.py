@@ -339,3 +339,10 @@ def test_a_full_disk_at_a_site_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("fedshift.encryption.write_bytes", full)
     with pytest.raises(FedshiftError, match=r"site 'south' is lost \(cannot write .*No space left"):
         deploy(tmp_path, options_of({"name": "fedavg"}))
+
+
+def test_nobody_need_be_left_out(tmp_path: Path) -> None:
+    options = options_of("fedavg", protocol={"targets": ["sites"], "seeds": [0]})
+    there, _ = deploy(tmp_path, options, unseen={})
+    last = json.loads((there / "fedavg/sites/seed-0/rounds.jsonl").read_text().splitlines()[-1])
+    assert set(last["target_accuracy"]) == set(SITES) == set(last["source_accuracy"])

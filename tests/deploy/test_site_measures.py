@@ -21,8 +21,7 @@ from fedshift.deploy import site_cards
 from fedshift.deploy.coordinator import _recall
 from fedshift.deploy.handshake import clock_difference
 from fedshift.deploy.remote.policy import sent_kinds, whole_number
-from fedshift.deploy.remote.replies import MeasureAnswer, Measures, check_measures
-from fedshift.deploy.remote.requests import SeedSplit
+from fedshift.deploy.remote.requests import MeasureAnswer, Measures, SeedSplit, check_measures
 from fedshift.deploy.site_cards import GivenTable
 from fedshift.deploy.site_estimates import KeptScores, SiteEstimates
 from fedshift.deploy.site_file import load_site

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from fedshift.deploy.crypto.keys import KeyAnswer
-from fedshift.deploy.remote.replies import CallAnswer, MeasureAnswer
+from fedshift.deploy.crypto.masked_sums import KeyAnswer
 from fedshift.deploy.remote.requests import KINDS as REQUESTS
 from fedshift.deploy.remote.requests import (
     CallAnswer,

@@ -18,10 +18,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from scipy.optimize import fsolve, least_squares
 from torch import Tensor
 
-from fedshift.deploy.crypto import at_site
-from fedshift.deploy.crypto.at_server import SecureSum
-from fedshift.deploy.crypto.at_site import Revealed, SecureSite, Upload
-from fedshift.deploy.crypto.keys import KeyCard, Order, PrivateKey, signed_text
+from fedshift.deploy.crypto import masked_sums
+from fedshift.deploy.crypto.masked_sums import (
+    KeyCard,
+    Order,
+    PrivateKey,
+    Revealed,
+    SecureSite,
+    SecureSum,
+    Upload,
+    signed_text,
+)
 from fedshift.errors import FedshiftError, Refused
 from fedshift.experiment.fits.secure_sums import check_sums
 from fedshift.federation.secure.integer_sums import SMALLEST_ROSTER
@@ -472,7 +479,7 @@ def test_two_processes_of_a_site_answer_once(five: Federation, exchange: str, mo
             assert not wait(second, timeout=0.3).done  # it does not end before this one has
         write_object(file, *arguments, **options)
 
-    monkeypatch.setattr(at_site, "write_object", slow)
+    monkeypatch.setattr(masked_sums, "write_object", slow)
     assert ask_once(site, 5)
     with pytest.raises(Refused, match=r"masks it only once|for other sites already"):
         second[0].result(timeout=10)

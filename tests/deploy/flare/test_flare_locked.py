@@ -44,8 +44,9 @@ from nvflare.private.fed.client.client_req_processors import ClientRequestProces
 from nvflare.private.fed.utils.app_authz import AppAuthzService
 from nvflare.security.security import EmptyAuthorizer, FLAuthorizer
 
-from fedshift.deploy.flare import frames, kit_checks, lockdown
+from fedshift.deploy.flare import kit_checks, lockdown
 from fedshift.deploy.flare.dialling import DiallingTcpDriver
+from fedshift.deploy.flare.drivers import shared_connection
 from fedshift.deploy.flare.drivers.shared_connection import SharedConnection
 from fedshift.deploy.flare.jobs import job_folder
 from fedshift.deploy.flare.kit_checks import check_launcher
@@ -503,7 +504,7 @@ def test_nothing_else_of_flare_is_replaced_or_private() -> None:
     assert sum(touch.kind == "private" for touch in touches) <= 16
     assert {touch.file for touch in touches if touch.kind in ("private", "replaced")} == {
         "flare/drivers/guarded_tcp.py",
-        "flare/frames.py",
+        "flare/drivers/shared_connection.py",
         "flare/lockdown.py",
     }
 

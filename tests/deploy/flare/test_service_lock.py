@@ -18,8 +18,7 @@ import yaml
 
 from fedshift.deploy.flare import roles
 from fedshift.deploy.flare.kits import Kit, load_kit
-from fedshift.deploy.flare.service_lock import holder, only_service
-from fedshift.deploy.flare.service_log import EVENTS, RAW, ServiceLog
+from fedshift.deploy.flare.service import EVENTS, RAW, ServiceLog, holder, only_service
 from fedshift.errors import FedshiftError, UserError
 from fedshift.json_objects import write_object
 from tried import case
@@ -210,7 +209,7 @@ def test_what_is_an_event_of_what_flare_prints(line: str, event: str | None, tmp
 @pytest.mark.case("logs", "an error of FLARE's a thousand times: one event")
 def test_what_is_repeated_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("fedshift.deploy.flare.service_log.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedshift.deploy.flare.service.time.monotonic", lambda: now)
     log = ServiceLog(tmp_path)
     for number in range(1000):
         log.output(f"{STAMP} - conn_manager - ERROR - stream {number} failed")

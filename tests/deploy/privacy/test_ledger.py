@@ -20,13 +20,12 @@ from typer.testing import CliRunner
 
 from fedshift.cli.app import app
 from fedshift.deploy import site_backup
-from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger
-from fedshift.deploy.privacy.recovery import lost_records, recover_records
+from fedshift.deploy.privacy.ledger import LEDGER, SECRET, PrivacyLedger, lost_records, recover_records
 from fedshift.deploy.remote.policy import AuditLog, Policy, PrivacyBudget
 from fedshift.deploy.role_file import role_file
 from fedshift.deploy.sinks import FileSink, Forwarder
 from fedshift.deploy.site_backup import back_up, restore
-from fedshift.deploy.site_cards import GivenPrivacy
+from fedshift.deploy.site_cards import GivenPrivacy, noted_spending
 from fedshift.deploy.site_file import load_site
 from fedshift.deploy.site_server import SiteProgram
 from fedshift.encryption import write_private

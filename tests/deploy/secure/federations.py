@@ -40,7 +40,7 @@ def key_card(site: str, answer: Mapping[str, Any]) -> KeyCard:
 
 
 def card_entry(card: KeyCard) -> list[str]:
-    entry: list[str] = KeyAnswer(card=key_entry(card)).model_dump(mode="json")["card"]
+    entry: list[str] = KeyAnswer(card=card.entry).model_dump(mode="json")["card"]
     return entry
 
 

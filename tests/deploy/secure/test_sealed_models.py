@@ -20,8 +20,7 @@ from sealed import KD3A as KD3A_OPTIONS
 from site_yaml import SITES, write_data
 
 from fedshift.deploy.cli.site import open_model
-from fedshift.deploy.crypto.keys import KeyCard
-from fedshift.deploy.crypto.sealing import SealingKey, key_text
+from fedshift.deploy.crypto.masked_sums import KeyCard
 from fedshift.deploy.remote.transport import Lost
 from fedshift.deploy.remote.wire import Message, body_of, seal, unseal
 from fedshift.deploy.secure.identity import signing
