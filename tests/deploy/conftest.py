@@ -6,7 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "federation"))
 
-NEEDS_EXTRA = ["cli/*", "crypto/*", "flare/*", "secure/*", "test_chained_log.py"]
+OF_CLI = ["cli/test_roles.py", "cli/test_selftest.py", "cli/test_status.py"]
+NEEDS_EXTRA = ["crypto/*", "flare/*", "secure/*", "test_chained_log.py", *OF_CLI]
 collect_ignore_glob = [] if find_spec("nvflare") and find_spec("cryptography") else NEEDS_EXTRA
 
 

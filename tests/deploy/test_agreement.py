@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +281,6 @@ def test_what_all_sites_lack_is_one_answer(tmp_path: Path) -> None:
     assert deploy(tmp_path, options, sites={**SITES, "up": 22}, unseen={}, transport=mended)
 
 
-pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
 RANGES = {"age": [0, 120], "pressure": [60, 160]}
 CATEGORIES = {"sex": ["f", "m", "x"]}
 NOISY: dict[str, Any] = {"statistics_noise": 4.0, "ranges": RANGES, "categories": CATEGORIES}
@@ -290,6 +288,7 @@ NOISY: dict[str, Any] = {"statistics_noise": 4.0, "ranges": RANGES, "categories"
 
 def place_of(folder: Path, site: str, **privacy: Any) -> Path:
     """The SITE.yaml of a site with a table and a budget of 20."""
+    pytest.importorskip("opacus")
     section = {**TABLE, "sites": {site: write_tables(folder / "tables")[site]}}
     sections = {**SECTIONS, "privacy": {"epsilon": 20.0, "delta": 1e-5, **privacy}}
     return site_file(folder, site, section, sections=sections, send=SUMS)

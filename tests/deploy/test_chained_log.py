@@ -139,7 +139,7 @@ def authority(kit: Kit) -> Path:
 def test_an_export_says_whose_it_is(who: str, kits: dict[str, Kit], audit_log: Path, tmp_path: Path) -> None:
     assert export_log(audit_log, kits[who], "audit", tmp_path / "export") == 5
     export = verify_export(tmp_path / "export", authority(kits["own south"]), audit_log)
-    assert (export.role, export.audit_log) == (kits[who].role, "audit")
+    assert (export.role, export.log) == (kits[who].role, "audit")
     assert (export.name, list(export.lines)) == ("north" if who == "own north" else "localhost", lines_of(audit_log))
 
 
@@ -216,7 +216,7 @@ def test_no_site_signs_as_another(
 
 def test_a_broken_log_is_not_signed(kits: dict[str, Kit], audit_log: Path, tmp_path: Path) -> None:
     audit_log.write_text(audit_log.read_text().replace('"number": 1', '"number": 9'))
-    with pytest.raises(FedshiftError, match="line 2: the audit_log was changed"):
+    with pytest.raises(FedshiftError, match="line 2: the log was changed"):
         export_log(audit_log, kits["own north"], "audit", tmp_path / "export")
 
 

@@ -102,9 +102,9 @@ def test_a_site_with_another_clip_stops_the_experiment(
         whole = handshake.features_for
 
         def other(*asked: Any) -> Any:
-            message = whole(*asked)
-            backbone = {**(message.preprocessing.backbone or {}), "weights": "0" * 32}
-            return message._replace(preprocessing=message.preprocessing.model_copy(update={"backbone": backbone}))
+            preprocessing, *rest = whole(*asked)
+            backbone = {**(preprocessing.backbone or {}), "weights": "0" * 32}
+            return preprocessing.model_copy(update={"backbone": backbone}), *rest
 
         monkeypatch.setattr(handshake, "features_for", other)
     with one_line(r"site '.*FEDSHIFT_WEIGHTS"):

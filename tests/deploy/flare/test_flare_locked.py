@@ -489,15 +489,17 @@ def check_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert output.count("\n") == 1
 
 
-list_flare = pytest.importorskip("list_flare", reason="docs/ is not beside these tests")
+@pytest.fixture
+def list_flare() -> Any:
+    return pytest.importorskip("list_flare", reason="docs/ is not beside these tests")
 
 
-def test_the_list_is_that_of_the_code() -> None:
+def test_the_list_is_that_of_the_code(list_flare: Any) -> None:
     page = list_flare.PAGE.read_text(encoding="utf-8")
     assert page == list_flare.written(page), "run: python docs/list_flare.py"
 
 
-def test_nothing_else_of_flare_is_replaced_or_private() -> None:
+def test_nothing_else_of_flare_is_replaced_or_private(list_flare: Any) -> None:
     """Every name here breaks with a release of FLARE that nobody announces: look for a public one first."""
     touches = list_flare.touches()
     assert sum(touch.kind == "replaced" for touch in touches) <= 6
@@ -521,7 +523,7 @@ def test_nothing_else_of_flare_is_replaced_or_private() -> None:
         ("def _changes():\n    return [(owner, 'name', 1)]", "replaced"),
     ],
 )
-def test_every_way_to_touch_flare_is_seen(line: str, kind: str, tmp_path: Path) -> None:
+def test_every_way_to_touch_flare_is_seen(line: str, kind: str, list_flare: Any, tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(line)
     (touch,) = list_flare.touches(tmp_path)
     assert (touch.kind, touch.file) == (kind, "code.py")
