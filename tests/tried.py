@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 
 def case(kind: str, tried: str, *values: Any, id: str | None = None) -> Any:
@@ -36,3 +37,16 @@ def cases(kind: str, names: str, rows: Mapping[str, Any]) -> pytest.MarkDecorato
 def slow(*values: Any) -> Any:
     """The ``values`` of one run of a test that is left to whoever runs the slow ones too."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def slow_after(quick: int, values: Iterable[Any]) -> list[Any]:
+    """The values of a test's parameters, of which all but the first ones are tried where slow tests are."""
+    params = [value if isinstance(value, ParameterSet) else pytest.param(*_parts(value)) for value in values]
+    return [
+        param._replace(marks=[*param.marks, pytest.mark.slow]) if number >= quick else param
+        for number, param in enumerate(params)
+    ]
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

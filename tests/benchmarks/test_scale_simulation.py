@@ -63,6 +63,7 @@ def test_the_threshold_is_that_of_secure_sums() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_billion_clients_cost_less_than_a_thousand_neighbours() -> None:
     """Bell et al. (CCS 2020), abstract: a billion clients at the cost of a complete graph of a thousand."""
     assert neighbours(1_000_000_000, 1 / 3, 1 / 3)[0] < 1000

@@ -436,6 +436,7 @@ def test_ranges_are_in_order(tmp_path: Path) -> None:
         load_site(place_of(tmp_path, "south", **{**NOISY, "ranges": {"age": [120, 0]}}))
 
 
+@pytest.mark.slow
 def test_a_run_on_tables_is_private_from_the_first_sum_on(tmp_path: Path) -> None:
     options = options_of(
         {"name": "fedavg"}, training={"rounds": 1, "batch_size": 8, "privacy": {"noise_multiplier": 3}}

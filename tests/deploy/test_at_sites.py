@@ -24,6 +24,7 @@ from fedshift.methods import registry
 from fedshift.methods.base import PERSONAL
 from fedshift.methods.federated.fedper import HEAD
 from fedshift.weights import Weights
+from tried import slow_after
 
 SEND = ["weights", "numbers", "accuracy", "metrics", "statistics"]
 EVERY = {"targets": ["sites"], "seeds": [0], "test_fraction": 0.3}
@@ -205,7 +206,7 @@ def accuracies(folder: Path, name: str) -> dict[str, dict[str, float]]:
     return {site["site"]: site["values"] for site in result(folder, name, "sites")["sites"] if site["part"] == "target"}
 
 
-@pytest.mark.parametrize("name", ["fedavg", *KEEPING, "fedavg+tuned"])
+@pytest.mark.parametrize("name", slow_after(2, ["fedavg", *KEEPING, "fedavg+tuned"]))
 def test_own_models_are_measured_as_in_the_simulation(tmp_path: Path, name: str) -> None:
     method = TUNED if name == "fedavg+tuned" else {"name": name, **registry.method_class(name).traits.small}
     options = options_of({**method, **({"fine_tune": {"steps": 2}} if name == "fedbabu" else {})}, protocol=OWN)

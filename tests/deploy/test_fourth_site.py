@@ -26,6 +26,7 @@ from fedshift.deploy.site_file import load_site, read_holding
 from fedshift.deploy.site_server import open_site
 from fedshift.errors import Refused, UserError
 from fedshift.evaluation.estimate.combination import TURNED_VALUES
+from tried import slow_after
 
 LABELLED = {"north": 90, "south": 80, "east": 100}
 LEFT_OUT = {**LABELLED, "va": 70}
@@ -156,6 +157,7 @@ def check_estimate(here: Any, there: dict[str, Any], *names: str) -> None:
     assert (there["abstain"], there["harmful"]) == (here.abstain, here.harmful)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0.0, 3.0])
 def test_sums_of_inputs_give_the_estimate_of_samples(shift: float, tmp_path: Path) -> None:
     """As where the simulation looks at all samples again. Only the warning reads less: not how far the nearest are."""
@@ -183,6 +185,7 @@ def protocol_of(kind: str, *targets: str) -> dict[str, Any]:
     return {"kind": kind, "targets": [*targets] or "all", "seeds": [0], "test_fraction": 0.3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_labels_measure_and_train_nothing(kind: str, tmp_path: Path) -> None:
     method = KINDS[kind]
@@ -205,6 +208,7 @@ def test_few_labels_measure_and_train_nothing(kind: str, tmp_path: Path) -> None
     assert "va" in fedshift.results(deployed).markdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_labels_train_and_measure_nothing(kind: str, scaled: bool, tmp_path: Path) -> None:
@@ -233,6 +237,7 @@ def test_few_labels_train_and_measure_nothing(kind: str, scaled: bool, tmp_path:
         deploy(tmp_path / "wrong", wrong, sites={**LEFT_OUT, labelled: 30}, unseen={}, transport=transport)
 
 
+@pytest.mark.slow
 def test_auroc_and_the_rates_at_the_threshold_are_those_of_the_simulation(tmp_path: Path) -> None:
     _, simulated, _ = both(tmp_path, classes=2)
     (here,) = simulated.estimates["va"]["fedavg"]
@@ -244,6 +249,7 @@ def test_auroc_and_the_rates_at_the_threshold_are_those_of_the_simulation(tmp_pa
         assert values == pytest.approx([measure.estimate, measure.low, measure.high])
 
 
+@pytest.mark.slow
 def test_the_coordinator_knows_whose_model_should_answer(tmp_path: Path) -> None:
     """As in a simulation, by what adapting gained at the sites with labels; nothing of the fourth site is asked."""
     methods = ["fedavg", {"name": "shot", "bottleneck": 4}]
@@ -254,7 +260,7 @@ def test_the_coordinator_knows_whose_model_should_answer(tmp_path: Path) -> None
     assert f"At va the model of {choice.method} should answer" in fedshift.results(deployed).markdown()
 
 
-@pytest.mark.parametrize("method", ["kd3a", {"name": "shot", "bottleneck": 4}, "recipe_unlabelled"])
+@pytest.mark.parametrize("method", slow_after(1, ["kd3a", {"name": "shot", "bottleneck": 4}, "recipe_unlabelled"]))
 def test_it_trains_where_a_method_takes_it(method: Any, tmp_path: Path) -> None:
     deployed, simulated, _ = both(tmp_path, method, protocol_of("adapt_to_one", "va"))
     name = method if isinstance(method, str) else method["name"]
@@ -295,14 +301,17 @@ def patients(seed: int, months: bool = False, sex: tuple[str, str] = ("f", "m"))
 
 @pytest.mark.parametrize(
     ("va", "reason"),
-    [
-        (patients(3), None),
-        (patients(3, months=True), "column 'a'"),
-        (patients(3, sex=("F", "M")), "column 'sex': 100 % of the rows have an unknown category ('F', 'M'"),
-        (patients(3).assign(a=60.0, b=0.0, sex="f"), "the model says the same of every sample"),
-        (patients(3).head(12), None),
-        (pd.concat([patients(3).head(40), patients(4, months=True).head(40)]), "column 'a': 50 % of the rows"),
-    ],
+    slow_after(
+        1,
+        [
+            (patients(3), None),
+            (patients(3, months=True), "column 'a'"),
+            (patients(3, sex=("F", "M")), "column 'sex': 100 % of the rows have an unknown category ('F', 'M'"),
+            (patients(3).assign(a=60.0, b=0.0, sex="f"), "the model says the same of every sample"),
+            (patients(3).head(12), None),
+            (pd.concat([patients(3).head(40), patients(4, months=True).head(40)]), "column 'a': 50 % of the rows"),
+        ],
+    ),
 )
 def test_a_table_is_guarded_where_it_lies(va: pd.DataFrame, reason: str | None, tmp_path: Path) -> None:
     frames = {site: patients(seed) for seed, site in enumerate(LABELLED)}
@@ -313,6 +322,7 @@ def test_a_table_is_guarded_where_it_lies(va: pd.DataFrame, reason: str | None, 
     assert len(va) >= 20 or there["high"] - there["low"] > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("months", [False, True])
 def test_sums_of_a_tables_inputs_are_in_the_encoding_of_each_run(months: bool, tmp_path: Path) -> None:
     """One site alone has a category, so what a run encodes depends on whom it leaves out."""
@@ -327,7 +337,7 @@ def test_sums_of_a_tables_inputs_are_in_the_encoding_of_each_run(months: bool, t
     check_estimate(simulated.estimate(frames["va"].drop(columns="ill"), target="va"), received(tmp_path))
 
 
-@pytest.mark.parametrize("keep", [["south"], ["south", "east"]])
+@pytest.mark.parametrize("keep", slow_after(1, [["south"], ["south", "east"]]))
 def test_sums_of_inputs_are_those_of_the_sites_that_tell_them(keep: list[str], tmp_path: Path) -> None:
     """Of two or more: else scores alone are read, and the estimate says so."""
     at = places(tmp_path, files(tmp_path / "data"), send=[*SEND, "moments"])
@@ -344,6 +354,7 @@ def test_sums_of_inputs_are_those_of_the_sites_that_tell_them(keep: list[str], t
     assert {site for site, do in transport.asked if do == "inputs"} == asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_mirrored_columns_get_no_estimate(mirrored: bool, tmp_path: Path) -> None:
     """Their scores look usual, so it is the sides of the means on which values lie that tell."""
@@ -366,6 +377,7 @@ def test_mirrored_columns_get_no_estimate(mirrored: bool, tmp_path: Path) -> Non
         assert there["harmful"] is here.harmful is True
 
 
+@pytest.mark.slow
 def test_copies_count_once_where_only_sums_are_known(tmp_path: Path) -> None:
     """As in a simulation: ten rows that stand there seven times each are ten rows."""
     held = files(tmp_path / "data")
@@ -424,7 +436,7 @@ def test_sums_of_inputs_are_of_the_sites_own_samples(preprocessing: dict[str, An
     np.testing.assert_allclose(sums["squares"][:4], np.square(x[:, :4].astype(np.float64)).sum(axis=0))
 
 
-@pytest.mark.parametrize("longer", [0, 1])
+@pytest.mark.parametrize("longer", slow_after(1, [0, 1]))
 def test_false_sums_of_inputs_leave_an_estimate(longer: int, tmp_path: Path) -> None:
     """Of a site that lies about how many values there are, or how large they are."""
 
@@ -523,6 +535,7 @@ def test_a_second_reading_of_other_sums_is_refused(tmp_path: Path) -> None:
     assert answers == ["site 'north' gives one reading of its scores in a run, and gave it", None]
 
 
+@pytest.mark.slow
 def test_without_confidences_there_is_no_estimate(tmp_path: Path) -> None:
     deploy_at(tmp_path, places(tmp_path, files(tmp_path / "data"), send=["weights", "numbers", "accuracy", "metrics"]))
     assert "too few sites" in received(tmp_path)["reasons"][0]

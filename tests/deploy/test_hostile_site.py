@@ -25,6 +25,7 @@ from fedshift.federation.replies import TensorCheck, checked_reply
 from fedshift.methods.federated.copa import Part
 from fedshift.methods.federated.shot import Adapted
 from fedshift.weights import NamedTensors, Weights
+from tried import slow_after
 
 HOSTILE = "north"
 """The first site that is asked: nobody has said before how an answer looks."""
@@ -61,17 +62,20 @@ def says(**header: Any) -> Spoil:
 @pytest.mark.threat("other_shape", "claimed_samples")
 @pytest.mark.parametrize(
     ("method", "call", "spoil"),
-    [
-        ({"name": "fedavg"}, "fit", puts(weights=STRANGE)),
-        ({"name": "fedavg"}, "fit", puts(weights=Weights({}))),
-        ({"name": "fedavg"}, "fit", puts(samples=10**400)),
-        ({"name": "fedavg"}, "fit", puts(samples=1_000_000)),
-        ({"name": "fedavg"}, "fit", puts(samples=-5)),
-        ({"name": "csac", **METHODS["csac"]}, "acquire", puts(weights=STRANGE)),
-        ({"name": "copa"}, "fit", puts(features=STRANGE)),
-        ({"name": "copa"}, "fit", puts(classifier=STRANGE)),
-        ({"name": "copa"}, "fit", lambda reply_header, reply: reply.update(classifier=reply["features"])),
-    ],
+    slow_after(
+        3,
+        [
+            ({"name": "fedavg"}, "fit", puts(weights=STRANGE)),
+            ({"name": "fedavg"}, "fit", puts(weights=Weights({}))),
+            ({"name": "fedavg"}, "fit", puts(samples=10**400)),
+            ({"name": "fedavg"}, "fit", puts(samples=1_000_000)),
+            ({"name": "fedavg"}, "fit", puts(samples=-5)),
+            ({"name": "csac", **METHODS["csac"]}, "acquire", puts(weights=STRANGE)),
+            ({"name": "copa"}, "fit", puts(features=STRANGE)),
+            ({"name": "copa"}, "fit", puts(classifier=STRANGE)),
+            ({"name": "copa"}, "fit", lambda reply_header, reply: reply.update(classifier=reply["features"])),
+        ],
+    ),
     ids=["sent", "nothing", "samples", "more-samples", "less-samples", "not-sent", "part", "other-part", "wrong-part"],
 )
 def test_the_first_reply_is_no_model_for_others(
@@ -354,7 +358,7 @@ CASES: dict[str, tuple[str, str, Spoil]] = {
 
 
 @pytest.mark.threat("broken_field", "forged_refusal", "wrong_spectra", "huge_weights")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_after(6, CASES))
 def test_a_quorum_goes_on_without_it(case: str, tmp_path: Path) -> None:
     method, call, spoil = CASES[case]
     adapts = method == "fada"
@@ -454,7 +458,7 @@ def changed_weights(answer: Message, change: Callable[[torch.Tensor], torch.Tens
 
 
 @pytest.mark.threat("no_message", "replayed_reply", "other_shape", "broken_field")
-@pytest.mark.parametrize("how", LATER)
+@pytest.mark.parametrize("how", slow_after(4, LATER))
 def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str, tmp_path: Path) -> None:
     def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
         now = site == "south" and header["do"] == "call" and header["envelope"]["round"] == 2

@@ -14,6 +14,7 @@ from site_yaml import site_file, table_files, write_data
 
 from fedshift.deploy.remote.policy import Policy
 from fedshift.errors import UserError
+from tried import slow_after
 
 SITES = {"north": 21, "south": 17}
 CODE = """
@@ -48,7 +49,7 @@ def test_a_listed_network_trains_as_in_a_simulation(tmp_path: Path) -> None:
 
 @pytest.mark.threat("code_or_method")
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize("models", ["first", "all", [{"name": "mlp"}], [{**LISTED, "width": 6}]])
+@pytest.mark.parametrize("models", slow_after(1, ["first", "all", [{"name": "mlp"}], [{**LISTED, "width": 6}]]))
 def test_a_site_refuses_what_it_does_not_list(models: Any, tmp_path: Path) -> None:
     files = write_data(tmp_path / "data", SITES)
     places = {

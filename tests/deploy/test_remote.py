@@ -28,6 +28,7 @@ from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.measuring import rmse
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.runs.experiment_loop import run_experiment
+from tried import slow_after
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"local_epochs": 1},
@@ -88,7 +89,7 @@ def test_a_site_can_be_the_unseen_one(tmp_path: Path) -> None:
     assert ("east", "fit") not in transport.asked
 
 
-@pytest.mark.parametrize(("name", "wire"), [("fedavg", "float32"), ("csac", "bf16"), ("fedavg", "int8")])
+@pytest.mark.parametrize(("name", "wire"), slow_after(1, [("fedavg", "float32"), ("csac", "bf16"), ("fedavg", "int8")]))
 def test_a_run_killed_anywhere_goes_on_to_the_same_bits(name: str, wire: str, tmp_path: Path) -> None:
     """The coordinator dies before or after any answer, and with it every site's process; all is made anew from disk."""
     options = options_of({"name": name, **METHODS[name]})
@@ -142,6 +143,7 @@ def test_sites_are_told_up_to_where_a_checkpoint_reaches(tmp_path: Path) -> None
     assert told == list(range(len(told)))
 
 
+@pytest.mark.slow
 def test_narrow_weights_take_fewer_bytes_and_learn_as_well(tmp_path: Path) -> None:
     options = options_of({"name": "fedavg"}, training={"rounds": 8, "batch_size": 8, "lr": 0.1})
     exact, _ = deploy(tmp_path / "exact", options)
@@ -209,7 +211,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "csac", "kd3a"])
+@pytest.mark.parametrize("method", slow_after(1, ["fedavg", "csac", "kd3a"]))
 def test_sites_train_without_reports_packages(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator shares their process here, so its own check is taken away."""
     options = options_of({"name": method}, protocol=ADAPT)
@@ -291,6 +293,7 @@ def test_files_with_weights_are_for_their_user_only(wide_open: None, tmp_path: P
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
+@pytest.mark.slow
 @pytest.mark.threat("taken_disk")
 def test_an_encrypted_run_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = deploy(tmp_path / "whole", options_of(CSAC), engine=ENGINE)

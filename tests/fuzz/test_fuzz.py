@@ -10,6 +10,8 @@ from broken_replies import broken
 from replay import METHODS, Attack, recorded
 from run import REPLIES, read_report
 
+from tried import slow_after
+
 MESSAGES = 40
 """Broken replies for each method; `run.py` tries a hundred thousand."""
 
@@ -20,7 +22,7 @@ def _one_thread() -> None:
 
 
 @pytest.mark.threat("broken_field")
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", slow_after(8, METHODS))
 def test_no_reply_of_one_site_harms_the_others(name: str) -> None:
     attack = Attack(recorded(name), broken, random.Random(f"quick {name}"))
     for _ in range(MESSAGES):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ import pytest
 import yaml
 from calling import Cli as Command
 from PIL import Image
+from typer.testing import CliRunner
 
+from fedshift.cli.app import app
 from fedshift.data.domain import Domain
 from fedshift.deploy.cli.play import spread
 from fedshift.deploy.cli.site import _values
@@ -66,11 +69,21 @@ def mistake(fedshift: Cli) -> Callable[..., str]:
     return call
 
 
+@pytest.fixture(scope="module")
+def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a project and its kits, of which each test has a copy: keys take long to make."""
+    folder = tmp_path_factory.mktemp("provisioned")
+    invoke = CliRunner().invoke
+    assert invoke(app, ["project", "init", str(folder / "project.yaml"), *INIT]).exit_code == 0
+    words = ["project", "provision", str(folder / "project.yaml"), "--out", str(folder / "kits"), "--no-passphrase"]
+    assert invoke(app, words).exit_code == 0
+    return folder
+
+
 @pytest.fixture
-def kits(run: Run, tmp_path: Path) -> Path:
+def kits(provisioned: Path, tmp_path: Path) -> Path:
     """The folder of a provisioned project's kits."""
-    run("project", "init", tmp_path / "project.yaml", *INIT)
-    run("project", "provision", tmp_path / "project.yaml", "--out", tmp_path / "kits", "--no-passphrase")
+    shutil.copytree(provisioned, tmp_path, dirs_exist_ok=True)
     return tmp_path / "kits" / "federation"
 
 

@@ -22,6 +22,7 @@ from fedshift.deploy.flare.provision import Provisioned
 from fedshift.errors import UserError
 from fedshift.import_paths import find
 from fedshift.json_objects import read_object
+from tried import slow_after
 
 SECRET = "a long passphrase"
 
@@ -255,17 +256,20 @@ def provision_text(folder: Path, text: str) -> tuple[Path, Provisioned]:
 )
 @pytest.mark.parametrize(
     ("sites", "site", "left"),
-    [
-        (IN_BRACKETS, "north", "sites: [south, east]   # in the order of the contract\nport: 9001\n"),
-        (IN_BRACKETS, "south", "sites: [north, east]   # in the order of the contract\nport: 9001\n"),
-        (IN_BRACKETS, "east", "sites: [north, south]   # in the order of the contract\nport: 9001\n"),
-        (LISTED, "north", "sites:\n# who takes part\n- 'south'\n- east # Umeå\n"),
-        (LISTED, "south", "sites:\n# who takes part\n- north  # Oslo\n- east # Umeå\n"),
-        (LISTED, "east", "sites:\n# who takes part\n- north  # Oslo\n- 'south'\n"),
-        (LISTED.rstrip("\n"), "east", "sites:\n# who takes part\n- north  # Oslo\n- 'south'\n"),
-        (LISTED.replace("\n", "\r\n"), "south", LISTED.replace("- 'south'\n", "").replace("\n", "\r\n")),
-        ("sites: [north,\n  south,  # Bergen\n  east]\n", "north", "sites: [south,  # Bergen\n  east]\n"),
-    ],
+    slow_after(
+        4,
+        [
+            (IN_BRACKETS, "north", "sites: [south, east]   # in the order of the contract\nport: 9001\n"),
+            (IN_BRACKETS, "south", "sites: [north, east]   # in the order of the contract\nport: 9001\n"),
+            (IN_BRACKETS, "east", "sites: [north, south]   # in the order of the contract\nport: 9001\n"),
+            (LISTED, "north", "sites:\n# who takes part\n- 'south'\n- east # Umeå\n"),
+            (LISTED, "south", "sites:\n# who takes part\n- north  # Oslo\n- east # Umeå\n"),
+            (LISTED, "east", "sites:\n# who takes part\n- north  # Oslo\n- 'south'\n"),
+            (LISTED.rstrip("\n"), "east", "sites:\n# who takes part\n- north  # Oslo\n- 'south'\n"),
+            (LISTED.replace("\n", "\r\n"), "south", LISTED.replace("- 'south'\n", "").replace("\n", "\r\n")),
+            ("sites: [north,\n  south,  # Bergen\n  east]\n", "north", "sites: [south,  # Bergen\n  east]\n"),
+        ],
+    ),
 )
 def test_all_else_of_a_projects_file_stays(sites: str, site: str, left: str, tmp_path: Path) -> None:
     file, _ = provision_text(tmp_path, HEAD + sites)

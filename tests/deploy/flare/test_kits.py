@@ -26,6 +26,7 @@ from fedshift.deploy.flare.service import Service
 from fedshift.deploy.remote.policy import Policy
 from fedshift.errors import UserError
 from fedshift.json_objects import read_object
+from tried import slow_after
 
 PROJECT: dict[str, Any] = {
     "name": "hearts",
@@ -156,7 +157,7 @@ MOVED: dict[str, Any] = {"port": 18742, "scheme": "grpc", "largest_message": 99}
 
 
 @pytest.mark.case("stale kits", "port, scheme and largest message change after kits were handed out")
-@pytest.mark.parametrize("changes", [{"port": 18742}, MOVED, {**MOVED, "server": "fl.example.org"}])
+@pytest.mark.parametrize("changes", slow_after(1, [{"port": 18742}, MOVED, {**MOVED, "server": "fl.example.org"}]))
 def test_a_site_needs_only_another_kit_json_when_the_coordinator_moves(changes: dict[str, Any], tmp_path: Path) -> None:
     first, fresh = provision_project(tmp_path / "a"), provision_project(tmp_path / "fresh", **changes)
     handed = tmp_path / "at north"

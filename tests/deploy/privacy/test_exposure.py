@@ -25,6 +25,7 @@ from fedshift.methods import registry
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models.network import Network
 from fedshift.weights import Weights
+from tried import slow_after
 
 LIMIT = Policy().exposure_limit(100)
 """For the crafted networks below, at a site of 100 samples or more."""
@@ -56,7 +57,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.threat("crafted_network")
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", slow_after(12, HELD))
 def test_no_honest_call_of_a_method_is_refused(name: str, scores: list[float]) -> None:
     method = registry.parse({"name": name})
     network = normed_for(method)

@@ -75,6 +75,7 @@ def federation(
     return received(folder), transport
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.threat("site_without_labels")
 def test_masked_sums_give_the_plain_estimate(classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +169,7 @@ def test_masked_sums_of_inputs_are_those_of_plain_ones(tmp_path: Path, monkeypat
     assert all(do != "inputs" for _, do in transport.asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["two", "lies"])
 def test_without_masked_sums_of_inputs_the_estimate_rests_on_scores(why: str, tmp_path: Path) -> None:
     """Two sites would learn each other's sums; and one that lies about its own spoils no estimate."""
@@ -187,6 +189,7 @@ def test_without_masked_sums_of_inputs_the_estimate_rests_on_scores(why: str, tm
     assert ("there are no sums of inputs" in warnings) is (why == "lies")
 
 
+@pytest.mark.slow
 def test_a_sum_that_lost_a_site_is_of_the_others(tmp_path: Path) -> None:
     def lose(site: str, header: dict[str, Any], answer: Any) -> Any:
         return [] if site == "west" and header["do"] == "mask" else answer
@@ -215,6 +218,7 @@ def test_another_sum_of_the_same_scores_is_refused(tmp_path: Path, monkeypatch: 
     assert "masks it only once" in messages[0]
 
 
+@pytest.mark.slow
 def test_a_budget_gives_noisy_counts_and_they_stand_in_the_ledger(tmp_path: Path) -> None:
     budget = {"epsilon": 100.0, "delta": 1e-5, "measurement_noise": 3.0, "confidences_noise": 2.0}
     private = {"privacy": {"epsilon": 20.0, "delta": 1e-5, "clip_norm": 1.0}}
@@ -279,6 +283,7 @@ def test_a_sum_of_another_number_of_sites_than_answered_is_none(monkeypatch: pyt
 ADAPT = {"kind": "adapt_to_one", "targets": ["va"], "seeds": [0], "test_fraction": 0.3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "protocol", "engine"),
     [

@@ -81,6 +81,7 @@ def test_the_sum_has_noise_and_every_site_counts_it(contributions: list[tuple[We
     assert all(paid_calls(transport, name) == ["fit", "measure"] for name in FOUR)
 
 
+@pytest.mark.slow
 def test_a_simulation_sums_models_with_noise(contributions: list[tuple[Weights, int]], tmp_path: Path) -> None:
     runs = simulate_secure(tmp_path, secure_options(training={**PRIVATE, "rounds": 1}))
     check_sum(contributions, model(runs, "fedavg", "west"))
@@ -103,6 +104,7 @@ def spending(transport: Loopback, moment: tuple[str, str, int]) -> Change:
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quorum", [3, None])
 def test_a_budget_that_ends_between_exchanges_costs_the_next_sum_its_site(quorum: int | None, tmp_path: Path) -> None:
     """Shares cost nothing: the sum under way is finished. In the next round the site is left out, or ends the run."""
@@ -121,6 +123,7 @@ def test_a_budget_that_ends_between_exchanges_costs_the_next_sum_its_site(quorum
     assert (paid_calls(transport, "up").count("fit"), paid_calls(transport, "north").count("fit")) == (1, 2)
 
 
+@pytest.mark.slow
 def test_killed_between_the_exchanges_noise_is_paid_for_once(tmp_path: Path) -> None:
     change = killed_at(("up", "call", 1), ("north", "unmask", 1), ("east", "unmask", 2))
     options = secure_options(training=PRIVATE)

@@ -31,6 +31,7 @@ from fedshift.deploy.secure.site_sums import ROSTERS, Rosters
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.federation.secure.integer_sums import threshold
 from fedshift.functional.fixed_point import from_fixed
+from tried import slow_after
 
 NAMES = sorted(FOUR)
 TRAIN = {"north": 29, "south": 11, "east": 18, "up": 16}
@@ -196,6 +197,7 @@ def test_the_record_is_on_the_disk_before_anything_masked_leaves(tmp_path: Path)
     assert "differs by up" in answer["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.case(
     "kills", "a site dies after its record, its upload or its mark is written, and before its answer left"
 )
@@ -286,6 +288,7 @@ def test_a_site_that_is_told_less_than_the_others_refuses(tmp_path: Path) -> Non
     assert "not asked for the same" in asking.ask("north", header, {"weights": START})[0]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -319,6 +322,7 @@ def test_less_than_a_whole_round_is_refused_before_training(method: dict[str, An
         simulate_secure(tmp_path, options)
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_a_site_that_is_lost_and_ends_in_the_same_bits(tmp_path: Path) -> None:
     """With a quorum, too: no site is told of a sum without it, or the run could never go on."""
     options = secure_options()
@@ -341,6 +345,7 @@ def test_a_run_that_begins_without_a_site_is_not_begun(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(ROSTERS))
 
 
+@pytest.mark.slow
 @pytest.mark.case("revoked sites", "secure sums after a site has left whose sums the others were in")
 def test_a_site_that_left_is_named_before_training_until_each_site_lists_the_new_set(tmp_path: Path) -> None:
     options = secure_options(protocol={"targets": ["sites"], "seeds": [0], "test_fraction": 0.3})
@@ -386,6 +391,7 @@ def test_survivors_are_the_whole_roster(tmp_path: Path) -> None:
     assert "error" not in asking.unmask("north", total, total.answered)[0]
 
 
+@pytest.mark.slow
 def test_targets_whose_sums_differ_are_refused_before_training(tmp_path: Path) -> None:
     """Leaving out one site after the other gives sums that differ by two; the start is the same for all."""
     options = secure_options(protocol={"targets": ["north", "south"], "seeds": [0], "test_fraction": 0.3})
@@ -424,6 +430,7 @@ def test_sites_agree_on_how_many_unmask(tmp_path: Path) -> None:
     assert "error" not in asking.mask("north", threshold=4)[0]
 
 
+@pytest.mark.slow
 def test_a_run_asks_for_as_many_as_the_most_careful_site(tmp_path: Path) -> None:
     options, sites = secure_options(), FIVE
     transport = between(tmp_path, losing(("up", "call", 1), ("down", "call", 1)), colluders=1)
@@ -435,7 +442,7 @@ def test_a_run_asks_for_as_many_as_the_most_careful_site(tmp_path: Path) -> None
         deploy_secure(tmp_path / "many", options, sites, colluders=5)
 
 
-@pytest.mark.parametrize(("sites", "colluders", "warns"), [(5, 0, True), (4, 0, False), (5, 1, False)])
+@pytest.mark.parametrize(("sites", "colluders", "warns"), slow_after(1, [(5, 0, True), (4, 0, False), (5, 1, False)]))
 def test_an_odd_number_of_sites_is_said_to_be_weak(sites: int, colluders: int, warns: bool, tmp_path: Path) -> None:
     chosen = dict(list(FIVE.items())[:sites])
     options = secure_options(training={"rounds": 1})

@@ -35,6 +35,7 @@ from fedshift.federation.secure.closed import ClosedTensor, Passage
 from fedshift.functional.averaging import weighted_average
 from fedshift.methods.federated.kd3a import KD3A
 from fedshift.weights import Weights
+from tried import slow_after
 
 FADA = {"name": "fada", "steps_per_round": 2}
 RUN = "tiny-kd3a-east-seed-0"
@@ -77,6 +78,7 @@ def test_same_bits_and_no_source_model_in_clear(method: dict[str, Any], made: st
     assert not list(transport.programs["east"].config.memory.glob("*/sealing/*")), "the key goes with the run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 def test_killed_anywhere_a_run_ends_in_the_same_bits(wire: str, tmp_path: Path) -> None:
     """Coordinator and sites begin anew each time; the second time a source has lost the answer that it kept."""
@@ -298,15 +300,18 @@ def odd_box(exchange: int = 1, readers: tuple[str, ...] = ("east",), size: int =
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [
-        ({}, "holds no sealed model"),
-        ({"weights": OTHER}, "holds no sealed model"),
-        ({"weights": Sealed({"sealed": torch.zeros(3)})}, "holds no sealed model"),
-        ({"weights": odd_box(exchange=2)}, "not that of exchange 1 for east"),
-        ({"weights": odd_box(readers=("east", "south"))}, "not that of exchange 1 for east"),
-        ({"weights": odd_box()}, "'weights' holds other tensors than the site was sent"),
-        ({"weights": odd_box(size=2**20)}, "does not say what it is"),
-    ],
+    slow_after(
+        3,
+        [
+            ({}, "holds no sealed model"),
+            ({"weights": OTHER}, "holds no sealed model"),
+            ({"weights": Sealed({"sealed": torch.zeros(3)})}, "holds no sealed model"),
+            ({"weights": odd_box(exchange=2)}, "not that of exchange 1 for east"),
+            ({"weights": odd_box(readers=("east", "south"))}, "not that of exchange 1 for east"),
+            ({"weights": odd_box()}, "'weights' holds other tensors than the site was sent"),
+            ({"weights": odd_box(size=2**20)}, "does not say what it is"),
+        ],
+    ),
 )
 def test_an_answer_that_is_not_sealed_as_asked_is_refused(spoil: dict[str, Any], message: str, tmp_path: Path) -> None:
     transport = between(tmp_path)
@@ -372,6 +377,7 @@ def test_same_bits_and_its_readers_open_it(method: dict[str, Any], readers: list
         assert len(kept) == (site in readers), "the key goes with the run, or with its model"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "moments"),
     [
@@ -399,6 +405,7 @@ def test_a_trained_model_ends_in_the_same_bits_after_kills(
     assert result(here, name, "east")["selected"] == result(there, name, "east")["selected"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "lost", "wire"),
     [(COPA, ("fit", 2), "int8"), (SHOT, ("train_source", 0), "float32")],

@@ -20,6 +20,7 @@ from fedshift.deploy.secure.identity import Identity
 from fedshift.deploy.site_server import open_site
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.messages import Masked
+from tried import slow_after
 
 CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
 FIVE = {**FOUR, "down": 19}
@@ -30,7 +31,7 @@ def fingerprints(folder: Path, sites: list[str]) -> dict[str, str]:
     return {site: Identity.of_kit(folder / site, site).fingerprint for site in sites}
 
 
-@pytest.mark.parametrize("method", [{}, CSAC])
+@pytest.mark.parametrize("method", slow_after(1, [{}, CSAC]))
 def test_same_bits_as_the_local_engine_and_nothing_single_leaves(method: dict[str, Any], tmp_path: Path) -> None:
     """BatchNorm's statistics and counters included."""
     options = secure_options(method, model={"name": "mlp", "hidden": [6], "batch_norm": True})
@@ -94,6 +95,7 @@ def test_sites_are_lost_between_the_exchanges(wire: str, tmp_path: Path, monkeyp
         assert down[1] < 0.55 * down[0]
 
 
+@pytest.mark.slow
 def test_killed_between_exchanges_the_bits_are_equal(tmp_path: Path) -> None:
     """Coordinator and sites begin anew each time: from nothing, and from a checkpoint."""
     options = secure_options(CSAC)
@@ -155,22 +157,25 @@ LAYOUT = [["loss"], [["weights", "weights", "w", "torch.float32", [7]]]]
 @pytest.mark.threat("sum_wrong_shares")
 @pytest.mark.parametrize(
     ("do", "spoil"),
-    [
-        ("call", lambda answer: rewritten(answer, {"layout": None})),
-        ("call", lambda answer: rewritten(answer, {"layout": LAYOUT})),
-        ("call", lambda answer: rewritten(answer, {"layout": LAYOUT}, sum=torch.zeros(10, dtype=torch.int64))),
-        ("call", lambda answer: rewritten(answer, {}, sum=torch.zeros(3))),
-        ("call", lambda answer: rewritten(answer, {}, sealed=torch.zeros(1, dtype=torch.uint8))),
-        ("call", lambda answer: seal(json.loads(answer.header), body_of({}))),
-        ("call", lambda answer: rewritten(answer, {"mini_batches": 10**6})),
-        ("confirm", lambda answer: rewritten(answer, {}, north=torch.ones(32, dtype=torch.uint8))),
-        ("confirm", lambda answer: rewritten(answer, {}, north=torch.ones(31, dtype=torch.uint8))),
-        ("confirm", lambda answer: seal(json.loads(answer.header), body_of({}))),
-        ("unmask", lambda answer: rewritten(answer, {}, own=torch.ones(5, 33, dtype=torch.uint8))),
-        ("unmask", lambda answer: rewritten(answer, {}, own=torch.ones(5, 33))),
-        ("unmask", lambda answer: seal(json.loads(answer.header), body_of({}))),
-        ("key", lambda answer: rewritten(answer, {"card": "none"})),
-    ],
+    slow_after(
+        4,
+        [
+            ("call", lambda answer: rewritten(answer, {"layout": None})),
+            ("call", lambda answer: rewritten(answer, {"layout": LAYOUT})),
+            ("call", lambda answer: rewritten(answer, {"layout": LAYOUT}, sum=torch.zeros(10, dtype=torch.int64))),
+            ("call", lambda answer: rewritten(answer, {}, sum=torch.zeros(3))),
+            ("call", lambda answer: rewritten(answer, {}, sealed=torch.zeros(1, dtype=torch.uint8))),
+            ("call", lambda answer: seal(json.loads(answer.header), body_of({}))),
+            ("call", lambda answer: rewritten(answer, {"mini_batches": 10**6})),
+            ("confirm", lambda answer: rewritten(answer, {}, north=torch.ones(32, dtype=torch.uint8))),
+            ("confirm", lambda answer: rewritten(answer, {}, north=torch.ones(31, dtype=torch.uint8))),
+            ("confirm", lambda answer: seal(json.loads(answer.header), body_of({}))),
+            ("unmask", lambda answer: rewritten(answer, {}, own=torch.ones(5, 33, dtype=torch.uint8))),
+            ("unmask", lambda answer: rewritten(answer, {}, own=torch.ones(5, 33))),
+            ("unmask", lambda answer: seal(json.loads(answer.header), body_of({}))),
+            ("key", lambda answer: rewritten(answer, {"card": "none"})),
+        ],
+    ),
 )
 def test_garbage_costs_at_most_its_site(do: str, spoil: Callable[[Message], Message], tmp_path: Path) -> None:
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
