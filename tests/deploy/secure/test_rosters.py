@@ -322,7 +322,6 @@ def test_less_than_a_whole_round_is_refused_before_training(method: dict[str, An
         simulate_secure(tmp_path, options)
 
 
-@pytest.mark.slow
 def test_a_run_waits_for_a_site_that_is_lost_and_ends_in_the_same_bits(tmp_path: Path) -> None:
     """With a quorum, too: no site is told of a sum without it, or the run could never go on."""
     options = secure_options()
