@@ -52,7 +52,7 @@ def trees(folder: Path) -> dict[Path, ast.Module]:
     }
 
 
-CALLERS = ("cli", "fedshift", "command")
+CALLERS = ("cli", "fedshift", "command", "prints", "mistake")
 """What tests call the command line by."""
 
 

@@ -46,7 +46,7 @@ def fedshift(cli: Command) -> Cli:
 
 
 @pytest.fixture
-def run(fedshift: Cli) -> Callable[..., str]:
+def prints(fedshift: Cli) -> Callable[..., str]:
     """What a command prints that ends well."""
 
     def call(*arguments: object) -> str:
@@ -97,9 +97,9 @@ def site_file(kits: Path, **changes: Any) -> Path:
     return kit_folder / "SITE.yaml"
 
 
-def test_init_writes_a_file_that_provisions(run: Run, mistake: Run, tmp_path: Path) -> None:
+def test_init_writes_a_file_that_provisions(prints: Run, mistake: Run, tmp_path: Path) -> None:
     file = tmp_path / "project.yaml"
-    assert "fedshift project provision" in run("project", "init", file, *INIT, "--port", "9001")
+    assert "fedshift project provision" in prints("project", "init", file, *INIT, "--port", "9001")
     project = roles.load_project(file)
     assert (project.sites, project.port, project.server) == (("north", "south"), 9001, "localhost")
     assert "exists" in mistake("project", "init", file, *INIT)
@@ -108,73 +108,73 @@ def test_init_writes_a_file_that_provisions(run: Run, mistake: Run, tmp_path: Pa
 
 
 @pytest.mark.case("stale kits", "provision after another port: each site's new kit.json is named")
-def test_provision_says_who_needs_what(run: Run, kits: Path) -> None:
+def test_provision_says_who_needs_what(prints: Run, kits: Path) -> None:
     file = kits.parents[1] / "project.yaml"
-    out = run("project", "provision", file, "--out", kits.parent)
+    out = prints("project", "provision", file, "--out", kits.parent)
     assert all(word in out for word in ("site north", "unchanged", "secret"))
     file.write_text(file.read_text().replace("8002", "18742"))
-    out = run("project", "provision", file, "--out", kits.parent)
+    out = prints("project", "provision", file, "--out", kits.parent)
     for site in ("north", "south"):
         (line,) = [line for line in out.splitlines() if line.startswith(f"site {site}")]
         assert "port 8002 → 18742" in line
         assert str(kits / "sites" / site / "kit.json") in line
         assert roles.load_kit(kits / "sites" / site, "site").project.port == 18742
     assert "unchanged" not in out
-    assert "localhost port 18742" in run("site", "check", site_file(kits))
+    assert "localhost port 18742" in prints("site", "check", site_file(kits))
 
 
 @pytest.mark.threat("copied_authority")
 def test_the_authority_needs_a_passphrase_or_a_no(
-    run: Run, mistake: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prints: Run, mistake: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, out = tmp_path / "project.yaml", ("--out", tmp_path / "kits")
-    run("project", "init", file, *INIT)
+    prints("project", "init", file, *INIT)
     err = mistake("project", "provision", file, *out)
     assert ("FEDSHIFT_PASSPHRASE" in err, "--no-passphrase" in err) == (True, True)
     assert not list(tmp_path.rglob("*.key"))
     monkeypatch.setenv("FEDSHIFT_PASSPHRASE", "correct horse battery")
-    run("project", "provision", file, *out)
+    prints("project", "provision", file, *out)
     assert b"ENCRYPTED" in next(tmp_path.rglob("rootCA.key")).read_bytes()
     monkeypatch.delenv("FEDSHIFT_PASSPHRASE")
     err = mistake("project", "reissue", file, "north", *out)
     assert ("FEDSHIFT_PASSPHRASE" in err, "--no-passphrase" in err) == (True, False)
 
 
-def test_a_kit_is_revoked_accepted_and_issued_again(run: Run, mistake: Run, kits: Path) -> None:
+def test_a_kit_is_revoked_accepted_and_issued_again(prints: Run, mistake: Run, kits: Path) -> None:
     def revocations() -> dict[str, bool]:
         stored = json.loads((kits / "coordinator" / "certificates.json").read_text())
         return {site: stored[site]["revoked"] for site in ("north", "south")}
 
     kit = ("--kit", kits / "coordinator")
-    run("project", "revoke", "north", *kit)
+    prints("project", "revoke", "north", *kit)
     assert revocations() == {"north": True, "south": False}
-    assert "unchanged" in run("project", "revoke", "north", *kit)
-    assert "revoked: north\n" in run("coordinator", "status", *kit)
-    run("project", "accept", "north", *kit)
-    assert "\nrevoked: " not in run("coordinator", "status", *kit)
+    assert "unchanged" in prints("project", "revoke", "north", *kit)
+    assert "revoked: north\n" in prints("coordinator", "status", *kit)
+    prints("project", "accept", "north", *kit)
+    assert "\nrevoked: " not in prints("coordinator", "status", *kit)
     assert revocations() == {"north": False, "south": False}
     assert "did you mean 'north'" in mistake("project", "revoke", "nroth", *kit)
     key = kits / "sites" / "north" / "flare" / "startup" / "client.key"
     before = key.read_bytes()
-    run("project", "reissue", kits.parents[1] / "project.yaml", "north", "--out", kits.parent)
+    prints("project", "reissue", kits.parents[1] / "project.yaml", "north", "--out", kits.parent)
     assert key.read_bytes() != before
 
 
 @pytest.mark.case("revoked sites", "experiments that name a revoked or a removed site, before the coordinator runs")
 @pytest.mark.case("revoked sites", "a site taken out by hand and put back is refused, and provision says so")
-def test_a_site_that_is_removed_is_named_in_no_experiment(run: Run, mistake: Run, kits: Path) -> None:
+def test_a_site_that_is_removed_is_named_in_no_experiment(prints: Run, mistake: Run, kits: Path) -> None:
     file, kit, out = kits.parents[1] / "project.yaml", ("--kit", kits / "coordinator"), ("--out", kits.parent)
-    run("project", "revoke", "south", *kit)
+    prints("project", "revoke", "south", *kit)
     assert "accept south" in mistake("deploy", deployable(kits), *kit)
-    output = run("project", "provision", file, *out)
+    output = prints("project", "provision", file, *out)
     assert [line for line in output.splitlines() if "revoked" in line and "accept south" in line]
     assert "accept north" not in output
-    output = run("project", "remove", file, "south", *out)
+    output = prints("project", "remove", file, "south", *out)
     assert roles.load_project(file).sites == ("north",)
     for part in ("certificates.json", "protocol.targets", "engine.quorum can be 1", str(kits / "sites" / "south")):
         assert part in output
     assert "removed" in mistake("deploy", deployable(kits), *kit)
-    assert "revoked: " not in run("coordinator", "status", *kit)
+    assert "revoked: " not in prints("coordinator", "status", *kit)
     assert "only site" in mistake("project", "remove", file, "north", *out)
 
 
@@ -188,9 +188,9 @@ def test_a_site_with_a_filter_of_flares_does_not_start(mistake: Run, kits: Path)
         assert ("ExcludeVars" in err, "policy.send" in err) == (True, True)
 
 
-def test_site_check_says_what_leaves(run: Run, kits: Path) -> None:
+def test_site_check_says_what_leaves(prints: Run, kits: Path) -> None:
     file = site_file(kits, policy={"send": ["weights", "numbers"], "methods": ["fedavg", "csac"], "rounds_per_day": 9})
-    out = run("site", "check", file)
+    out = prints("site", "check", file)
     never = out.partition("never leaves:")[2].splitlines()[0]
     assert ("raw_data" in never, "accuracy" in never) == (True, True)
     for line in (
@@ -211,14 +211,14 @@ def test_site_check_says_what_leaves(run: Run, kits: Path) -> None:
 
 
 @pytest.mark.case("missing in a file", "site check: counted before cells are filled; codes and constants by name")
-def test_site_check_says_what_is_missing_in_a_table(run: Run, kits: Path) -> None:
+def test_site_check_says_what_is_missing_in_a_table(prints: Run, kits: Path) -> None:
     rows = ["age,chol,ca,sex,y"]
     for row in range(40):
         age, chol, ca = 40 + row, 0 if row < 10 else 200 + 3 * row, "" if row else "1"
         rows.append(f"{age},{chol},{ca},{'MF'[row % 2] if row > 1 else 'm'},{row % 2}")
     (kits / "sites" / "north" / "t.csv").write_text("\n".join(rows) + "\n")
     data = {"name": "table", "sites": {"north": "t.csv"}, "label": "y", "numeric": ["age", "chol", "ca"]}
-    out = run("site", "check", site_file(kits, data={**data, "categorical": ["sex"]}, classes=["0", "1"]))
+    out = prints("site", "check", site_file(kits, data={**data, "categorical": ["sex"]}, classes=["0", "1"]))
     assert "missing in the file: ca 39 of 40; never changes: ca" in out
     assert "values: 0 missing" not in out
     assert "column 'chol' has 0 in 25 % of the rows of 'north'" in out
@@ -226,7 +226,7 @@ def test_site_check_says_what_is_missing_in_a_table(run: Run, kits: Path) -> Non
 
 
 @pytest.mark.case("new kits", "a table by the lines that a new SITE.yaml has for it, uncommented")
-def test_the_table_in_a_new_site_file_is_one(run: Run, kits: Path) -> None:
+def test_the_table_in_a_new_site_file_is_one(prints: Run, kits: Path) -> None:
     file = kits / "sites" / "north" / "SITE.yaml"
     lines = file.read_text().splitlines()
     begin = lines.index("# data:")
@@ -238,14 +238,14 @@ def test_the_table_in_a_new_site_file_is_one(run: Run, kits: Path) -> None:
     file.write_text("\n".join(["site: north", "kit: .", *table, *rest]) + "\n")
     rows = [f"p{row},{40 + row},{120 + row % 7},{'fm'[row % 2]},{'ab'[row % 2]},{row % 2}" for row in range(60)]
     (file.parent / "patients.csv").write_text("\n".join(["patient,age,pressure,sex,ward,outcome", *rows]) + "\n")
-    out = run("site", "check", file)
+    out = prints("site", "check", file)
     assert all(text in out for text in ("60 samples of 6", "categories of sex: f, m"))
     assert "statistics" in out.partition("may leave: ")[2].splitlines()[0]
     assert not any(text in out for text in ("p17", "it takes part in no experiment"))
 
 
 @pytest.mark.case("files left out", "site check names them and what makes images dark, before anything leaves")
-def test_site_check_says_what_is_left_out_of_images(run: Run, kits: Path) -> None:
+def test_site_check_says_what_is_left_out_of_images(prints: Run, kits: Path) -> None:
     folder = kits / "sites" / "north" / "photos" / "north"
     for label in ("well", "ill"):
         (folder / label / "old").mkdir(parents=True)
@@ -255,7 +255,7 @@ def test_site_check_says_what_is_left_out_of_images(run: Run, kits: Path) -> Non
         for name in ("slide.svs", "old/a.png"):
             (folder / label / name).write_bytes(b"x")
     data = {"name": "image_folder", "root": "photos", "size": 8}
-    out = run("site", "check", site_file(kits, data=data, classes=["ill", "well"]))
+    out = prints("site", "check", site_file(kits, data=data, classes=["ill", "well"]))
     assert "2 in deeper folders (north/ill/old/a.png, north/well/old/a.png)" in out
     assert "2 of other kinds (north/ill/slide.svs, north/well/slide.svs)" in out
     assert "data.window" in out
@@ -284,21 +284,20 @@ def test_a_broken_audit_log_is_said_and_stops_the_start(fedshift: Cli, kits: Pat
     for number in (1, 2):
         log.append(do="call", run="r", round=number)
     log.path.write_text(log.path.read_text().replace('"round": 1', '"round": 7'))
-    for command in ("check", "start"):
-        code, _, err = fedshift("site", command, file)
+    for code, _, err in (fedshift("site", "check", file), fedshift("site", "start", file)):
         assert (code, "line 1: the log was changed here" in err) == (2, True)
 
 
-def test_roles_that_do_not_run(run: Run, mistake: Run, kits: Path) -> None:
+def test_roles_that_do_not_run(prints: Run, mistake: Run, kits: Path) -> None:
     kit, site = kits / "coordinator", kits / "sites" / "north"
-    assert "coordinator: stopped" in run("coordinator", "status", "--kit", kit)
-    assert "not running" in run("coordinator", "stop", "--kit", kit)
-    assert "not running" in run("site", "stop", site_file(kits))
-    assert "no deployments" in run("deploy", "status", "--kit", kit)
+    assert "coordinator: stopped" in prints("coordinator", "status", "--kit", kit)
+    assert "not running" in prints("coordinator", "stop", "--kit", kit)
+    assert "not running" in prints("site", "stop", site_file(kits))
+    assert "no deployments" in prints("deploy", "status", "--kit", kit)
     assert "is the kit of a site" in mistake("coordinator", "status", "--kit", site)
     assert "coordinator" in mistake("coordinator", "start", "--kit", site)
     before = {file: file.read_bytes() for file in site.rglob("*") if file.is_file()}
-    assert "are whole" in run("site", "recover", site / "SITE.yaml", "--yes")
+    assert "are whole" in prints("site", "recover", site / "SITE.yaml", "--yes")
     assert {file: file.read_bytes() for file in before} == before
 
 
@@ -345,21 +344,21 @@ def test_what_is_no_sealed_model_is_not_opened(content: bytes, mistake: Run, kit
     assert not out.exists()
 
 
-def test_status_and_logs_of_a_deployment(run: Run, mistake: Run, kits: Path) -> None:
+def test_status_and_logs_of_a_deployment(prints: Run, mistake: Run, kits: Path) -> None:
     deployment, kit = Deployment(kits / "coordinator", "study"), ("--kit", kits / "coordinator")
     deployment.want("run")
     deployment.set_state("failed", message="site 'north' refuses (rule policy.methods: csac)", exit_code=2, request=1)
     deployment.record({"what": "round", "method": "fedavg", "target": "south", "seed": 0, "round": 3, "accuracy": 81.0})
     deployment.record({"what": "fit", "site": "north", "is": "lost", "reason": "no reply within 5 s", "round": 4})
-    out = run("deploy", "status", *kit)
+    out = prints("deploy", "status", *kit)
     assert "study: failed, fedavg → south round 3 site 'north' refuses" in out
     assert "no reply" not in out, "it has ended"
     deployment.set_state("running", request=1)
-    out = run("deploy", "status", *kit)
+    out = prints("deploy", "status", *kit)
     assert "study: running" in out
     assert [line for line in out.splitlines() if "north: lost" in line and "no reply within 5 s" in line]
-    assert "reason=no reply within 5 s" in run("deploy", "logs", "study", *kit)
-    run("deploy", "abort", "study", *kit)
+    assert "reason=no reply within 5 s" in prints("deploy", "logs", "study", *kit)
+    prints("deploy", "abort", "study", *kit)
     assert deployment.wanted["want"] == "abort"
     assert "did you mean 'study'" in mistake("deploy", "logs", "stduy", *kit)
 
