@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedshift.functional.contrastive import model_contrastive_loss, paired_loss, supervised_contrast
+from fedshift.functional.contrastive import gradient_gap, model_contrastive_loss, paired_loss, supervised_contrast
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -58,3 +58,12 @@ def test_pairs_are_chosen_from_both_sides() -> None:
     right = (chosen(scores) + chosen(columns)) / 2
     assert abs(chosen(scores) - chosen(columns)) > 0.04
     assert paired_loss(torch.tensor(scores)).item() == pytest.approx(right, abs=1e-6)
+
+
+def test_worked_gap() -> None:
+    """(1 − 0)² + (2 − 2)² + (5 − 3)² = 5, over tensors of two shapes."""
+    gradients, references = (
+        [torch.tensor([[1.0, 2.0]]), torch.tensor([5.0])],
+        [torch.tensor([[0.0, 2.0]]), torch.ones(1) * 3],
+    )
+    assert gradient_gap(gradients, references).item() == 5.0

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ TRAINED = tuple(name for name in registry.names() if registry.method_class(name)
 Record = dict[str, dict[str, float]]
 
 
-def record(name: str) -> tuple[Record, dict[str, tuple[int, float]]]:
+def record(name: str, kinds: Collection[str] = tuple(NETWORKS)) -> tuple[Record, dict[str, tuple[int, float]]]:
     """Numbers of the method's runs on images and on vectors; beside them, classes predicted and accuracy in per cent.
 
     The numbers are continuous in the weights: the last round's mean loss of every site, the cross-entropy and the mean
@@ -68,7 +68,7 @@ def record(name: str) -> tuple[Record, dict[str, tuple[int, float]]]:
     rates = tests.rates
     numbers: Record = {}
     learnt: dict[str, tuple[int, float]] = {}
-    for kind, network in NETWORKS.items():
+    for kind, network in ((kind, NETWORKS[kind]) for kind in kinds):
         if kind == "vectors" and normed_for(method) is not NORMED:
             continue
         if kind == "images" and name in NORMED_ALONE:

@@ -229,6 +229,7 @@ def test_a_script_is_short_and_takes_data_alone_from_the_library(name: str) -> N
     assert imports == ["from fedshift.data import registry"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["csac", "kd3a", "mdfnet"])
 def test_a_script_runs_as_it_stands(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

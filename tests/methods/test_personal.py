@@ -136,6 +136,7 @@ def test_deployed_sites_measure_models_of_their_own_under_participants_alone() -
             check_deployed([method], by_site=False)
 
 
+@pytest.mark.slow
 def test_sites_whose_labels_contradict_each_other_predict_their_own() -> None:
     """The same samples, with classes that are numbered otherwise at each site: a common model is right in a third."""
     same = vectors("same", 30)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import method_of
+from every_method import QUICK, method_of
 from tiny import CNN, domains, plans, setting, start_of, step_on
 
 from fedshift.federation.local.in_process import LocalFederation
@@ -48,7 +48,7 @@ def others_are_done(where: LocalFederation) -> bool:
 
 
 CASES = [
-    (name, kind)
+    pytest.param(name, kind, marks=() if name in QUICK else pytest.mark.slow)
     for name in registry.names()
     if not registry.method_class(name).traits.pooled and name not in WITHOUT
     for kind in method_of(name).calls.shares

@@ -18,6 +18,8 @@ import pytest
 
 import fedshift
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def averages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:

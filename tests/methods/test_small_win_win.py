@@ -15,6 +15,8 @@ import pytest
 
 import fedshift
 
+pytestmark = pytest.mark.slow
+
 METHODS: list[Any] = [
     "source_only",
     {"name": "mdfnet", "decoder": 64},

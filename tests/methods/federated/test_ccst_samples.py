@@ -201,6 +201,7 @@ def vgg_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_vgg(vgg_files: Path) -> None:
     """512 means and 512 deviations a style, 4,096 bytes; grey and colour images; each version is made once."""
     for make in (images, coloured):

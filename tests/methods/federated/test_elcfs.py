@@ -272,6 +272,7 @@ def lit(name: str, number: int, offsets: tuple[int, int, int], seed: int) -> Dom
     return Domain(name, np.clip(padded, 0, 255).astype(np.uint8), digits.target[rows].astype(np.int64))
 
 
+@pytest.mark.slow
 def test_it_unlearns_what_light_says_about_the_class() -> None:
     """At every source the light gives the class away, at the unseen site it says nothing: FedAvg follows it (measured
     46 and 48 percent with seeds 0 and 1), foreign amplitudes break it (98 and 99).

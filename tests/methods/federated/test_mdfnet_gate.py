@@ -243,6 +243,7 @@ class Stop(BaseException):
     """Ends a run in the middle."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds_done", [1, 3])
 def test_gate_and_moved_work_survive_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds_done: int

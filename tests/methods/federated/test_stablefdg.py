@@ -135,6 +135,7 @@ def test_styles_are_constants_for_the_gradient_of_sharing() -> None:
     torch.testing.assert_close(maps.grad, scale.expand_as(maps), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_export_takes_batches_of_any_size() -> None:
     network = StableFDG().adapt_network(MnistCnn(channels=(3, 4), hidden=6).build((1, 16, 16), 3), 1).eval()
     four, seven = (torch.rand(number, 1, 16, 16, generator=draws()) for number in (4, 7))
