@@ -13,7 +13,7 @@ FLARE_NEXT := $(VENV)-flare
 FEDSHIFT_WORKERS ?= 3
 MUTATION_JOBS ?= 2
 
-.PHONY: demo docs notebooks chart wheelhouse test references mutation test-fast test-cluster test-flare-next test-processors check-results lint audit sbom lock bench clean
+.PHONY: demo docs notebooks chart wheelhouse test test-slow references mutation test-cluster test-flare-next test-processors check-results lint audit sbom lock bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,14 +29,15 @@ $(PLAIN): pyproject.toml constraints.txt
 demo: $(if $(wildcard $(READY)),$(READY),$(PLAIN))  ## compare four methods on rotated digits; ends with a table and runs/demo/report.html
 	$(BIN)/fedshift demo
 
-test: $(READY)  ## all tests; those on real data need FEDSHIFT_DATA and FEDSHIFT_WEIGHTS and say so when they skip
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder
+# Those on real data need FEDSHIFT_DATA and FEDSHIFT_WEIGHTS, and say so when they skip.
+test: $(READY)  ## the tests of every change, under five minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not cluster"
+
+test-slow: $(READY)  ## the other tests: they start processes, or take seconds each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder -m "slow and not cluster"
 
 references: $(READY)  ## every number that an authors' function gave beside ours; writes tests/references/README.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/references/list_references.py
-
-test-fast: $(READY)  ## the tests that start no processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-cluster: $(READY)  ## on a SLURM of two nodes, which the tests start; needs root and the packages slurm-wlm, munge and bindfs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster -rs --durations=0 tests/cluster

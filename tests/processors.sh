@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests that start no processes, under the kernels of other processors and with several threads, one after the other.
+# The tests of `make test`, under the kernels of other processors and with several threads, one after the other.
 # Usage: tests/processors.sh PYTHON [PYTEST ARGUMENT ...]; FEDSHIFT_WORKERS says how many run at a time (2).
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -9,7 +9,7 @@ failed=()
 under() {
   local name="$*"
   echo "== $name"
-  env OMP_NUM_THREADS=1 "$@" "$python" -m pytest -n "${FEDSHIFT_WORKERS:-2}" --dist loadfile -m "not slow" "${arguments[@]}" ||
+  env OMP_NUM_THREADS=1 "$@" "$python" -m pytest -n "${FEDSHIFT_WORKERS:-2}" --dist loadfile -m "not slow and not cluster" "${arguments[@]}" ||
     failed+=("$name")
 }
 arguments=("$@")
