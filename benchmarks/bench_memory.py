@@ -41,12 +41,10 @@ import torch
 from fedshift.federation.exchange import Answer, Request
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
-from fedshift.functional.consensus_focus import FocusTally
-from fedshift.functional.divergence_weighting import divergence_aggregate
-from fedshift.functional.knowledge_vote import knowledge_vote
 from fedshift.methods.base import Method, State
-from fedshift.methods.federated.csac import CSAC
+from fedshift.methods.federated.csac import CSAC, divergence_aggregate
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.kd3a import FocusTally, knowledge_vote
 from fedshift.methods.registry import method_class
 from fedshift.models import registry as models
 from fedshift.weights import Weights

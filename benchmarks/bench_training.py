@@ -22,9 +22,7 @@ from fedshift.data.domain import SparseRows
 from fedshift.data.transforms import to_network
 from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.randomness import generator
-from fedshift.functional.consensus_focus import FocusTally
-from fedshift.functional.knowledge_vote import distillation_loss, knowledge_vote
-from fedshift.functional.source_weights import domain_weights
+from fedshift.methods.federated.kd3a import FocusTally, distillation_loss, domain_weights, knowledge_vote
 from fedshift.weights import Weights
 
 # Engine ----------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.functional.poisoning import wrong_labels
-from fedshift.functional.robust_aggregation import move_towards
+from fedshift.methods.robust import move_towards
 from fedshift.weights import Weights
 
 RUNS = Path(__file__).parent / "results" / "robust_aggregation" / "runs.jsonl"

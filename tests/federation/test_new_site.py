@@ -7,13 +7,11 @@ import torch
 from tiny import NORMED, evaluated, start_of
 from torch import nn
 
-from fedshift.functional.batchnorm import mixed_statistics
-from fedshift.functional.templates import turned_templates
-from fedshift.methods.composition.new_site import NewSite
+from fedshift.methods.composition.new_site import NewSite, turned_templates
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models import registry as models
 from fedshift.models.network import Network
-from fedshift.models.normalisation import adapted_to, batch_norms
+from fedshift.models.normalisation import adapted_to, batch_norms, mixed_statistics
 
 
 def network_of(norm: nn.Module, classifier: nn.Module | None = None) -> Network:

@@ -12,16 +12,11 @@ from hypothesis import strategies as st
 from seeded import numbers
 from torch import Tensor, nn
 
-from fedshift.functional.adversarial import (
-    certainty_weights,
-    combine_domains,
-    condition,
-    curriculum_weights,
-    domain_identifier_loss,
-    generator_loss,
-    reverse_gradient,
-    weighted_adversarial_loss,
-)
+from fedshift.functional.adversarial import domain_identifier_loss, reverse_gradient
+from fedshift.methods.federated.fada import generator_loss
+from fedshift.methods.pooled.cdan import certainty_weights, condition
+from fedshift.methods.pooled.cmss import curriculum_weights, weighted_adversarial_loss
+from fedshift.methods.pooled.mdan import combine_domains
 
 
 def test_reversal_changes_gradients_alone() -> None:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedshift.functional.attention import common_positions, cross_layer_attention
+from fedshift.functional.attention import cross_layer_attention
+from fedshift.methods.federated.stablefdg import common_positions
 
 
 def explicit_affinity(fused: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:

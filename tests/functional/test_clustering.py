@@ -10,17 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedshift.functional.clustering import (
-    auxiliary_distribution,
-    class_means,
-    compactness,
-    dispersion,
-    first_neighbour_partitions,
-    soft_cross_entropy,
-    spherical_kmeans,
-    spread_rows,
-    student_assignment,
-)
+from fedshift.functional.clustering import class_means, compactness, dispersion
+from fedshift.methods.federated.mdfnet import spherical_kmeans
+from fedshift.methods.federated.pardon import first_neighbour_partitions
+from fedshift.methods.federated.stablefdg import spread_rows
+from fedshift.methods.pooled.srdc import auxiliary_distribution, soft_cross_entropy, student_assignment
 
 POINTS = torch.tensor([(2, 0), (3, 1), (0, 1), (1, 4), (2, 3)], dtype=torch.float64)
 

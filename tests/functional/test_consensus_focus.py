@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedshift.functional import consensus_focus
-from fedshift.functional.consensus_focus import FocusTally
-from fedshift.functional.knowledge_vote import UNSUPPORTED, knowledge_vote
+from fedshift.methods.federated import kd3a
+from fedshift.methods.federated.kd3a import UNSUPPORTED, FocusTally, knowledge_vote
 
 NEGATIVE = torch.tensor([[[0.95, 0.05, 0.0]], [[0.0, 0.91, 0.09]]], dtype=torch.float64)
 BALLOTS = st.sampled_from(["rows", "top1"])
@@ -165,7 +164,7 @@ def test_many_teachers_are_sampled(ballots, monkeypatch: pytest.MonkeyPatch) -> 
     predictions[1] = predictions[0]
     total = naive_quality(predictions, 0.6, tuple(range(11)), ballots)
     with monkeypatch.context() as patch:
-        patch.setattr(consensus_focus, "EXACT_UP_TO", 11)
+        patch.setattr(kd3a, "EXACT_UP_TO", 11)
         exact = shapley_focus(predictions, 0.6, ballots=ballots)
     focus = shapley_focus(predictions, 0.6, ballots=ballots, generator=torch.Generator().manual_seed(0))
     assert focus.sum().item() == pytest.approx(total, abs=1e-9)
@@ -177,7 +176,7 @@ def test_many_teachers_are_sampled(ballots, monkeypatch: pytest.MonkeyPatch) -> 
 def test_pieces_do_not_matter(ballots, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     predictions = random_teachers(4, 50, 6, 3)
     whole = shapley_focus(predictions, 0.5, ballots=ballots)
-    monkeypatch.setattr(consensus_focus, "_CHUNK", 100)
+    monkeypatch.setattr(kd3a, "_CHUNK", 100)
     torch.testing.assert_close(shapley_focus(predictions, 0.5, ballots=ballots), whole)
 
 

@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedshift.functional.contrastive import gradient_gap, model_contrastive_loss, paired_loss, supervised_contrast
+from fedshift.functional.contrastive import supervised_contrast
+from fedshift.methods.federated.fedclip import paired_loss
+from fedshift.methods.federated.fediir import gradient_gap
+from fedshift.methods.federated.moon import model_contrastive_loss
 
 
 def drawn(seed: int, *shape: int) -> Tensor:

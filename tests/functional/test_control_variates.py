@@ -8,13 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedshift.functional.control_variates import (
-    linear_term,
-    moved_gradient,
-    next_control,
-    normalised_average,
-    normalising_factor,
-)
+from fedshift.functional.control_variates import linear_term, moved_gradient, normalising_factor
+from fedshift.methods.federated.fednova import normalised_average
+from fedshift.methods.federated.scaffold import next_control
 
 NUMBER = st.floats(-10, 10)
 MOMENTUM = st.floats(0, 0.95)

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 
-from fedshift.functional.distillation import move_towards, other_scores, softened_divergence, spread_of_predictions
-from fedshift.functional.schedules import sigmoid_ramp
+from fedshift.functional.distillation import move_towards, softened_divergence
+from fedshift.methods.federated.fedccrl import spread_of_predictions
+from fedshift.methods.federated.fedntd import other_scores
+from fedshift.methods.pooled.fact import sigmoid_ramp
 
 
 @given(st.floats(0.5, 20), st.integers(0, 99))

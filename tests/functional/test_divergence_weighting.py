@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
 from fedshift.errors import TrainingDiverged, UserError
-from fedshift.functional.divergence_weighting import (
+from fedshift.methods.federated.csac import (
     distance_weighted,
     distances,
     divergence_aggregate,

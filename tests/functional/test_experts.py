@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from fedshift.functional.experts import (
-    confident_pseudo_labels,
-    consensus_regularisation,
-    expert_cross_entropy,
-    unlabelled_ensemble_loss,
-)
+from fedshift.methods.heads import confident_pseudo_labels, expert_cross_entropy, unlabelled_ensemble_loss
+from fedshift.methods.pooled.dael import consensus_regularisation
 
 
 def probabilities(*shape: int, seed: int = 0, sharpness: float = 2.0) -> Tensor:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedshift.functional.gradient_matching import direction_gap, matching_shares, matching_weights, products_about
+from fedshift.methods.federated.fedomg import matching_shares, matching_weights, products_about
+from fedshift.methods.federated.mcgdm import direction_gap
 
 KAPPA = st.floats(0, 0.9)
 

@@ -14,7 +14,8 @@ from sklearn.metrics import mutual_info_score
 from sklearn.metrics.pairwise import cosine_distances
 from torch import Tensor
 
-from fedshift.functional.information import information_maximisation, mutual_information, pseudo_labels
+from fedshift.functional.information import information_maximisation, pseudo_labels
+from fedshift.methods.federated.fada import mutual_information
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.floats(-9, 9), st.integers(0, 99))

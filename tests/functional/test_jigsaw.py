@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshift.functional.jigsaw import MOST, shuffled_tiles, tile_permutations
+from fedshift.methods.composition.plug_in import MOST
+from fedshift.methods.composition.puzzles import shuffled_tiles, tile_permutations
 
 
 def test_permutations_are_permutations_that_agree_in_at_most_one_tile() -> None:

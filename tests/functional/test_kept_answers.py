@@ -6,7 +6,7 @@ import pytest
 import torch
 from seeded import numbers
 
-from fedshift.functional.kept_answers import kept_answers
+from fedshift.methods.federated.recipe_unlabelled import kept_answers
 
 BEFORE = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.45, 0.55], [0.1, 0.9], [0.35, 0.65], [0.7, 0.3]])
 

@@ -10,7 +10,7 @@ from scipy.special import rel_entr
 from torch import Tensor
 from torch.nn import functional
 
-from fedshift.functional.knowledge_vote import distillation_loss, knowledge_vote, mean_ensemble, mixup, released_labels
+from fedshift.methods.federated.kd3a import distillation_loss, knowledge_vote, mean_ensemble, mixup, released_labels
 
 TEACHERS = torch.tensor([[[0.95, 0.03, 0.02]], [[0.92, 0.05, 0.03]], [[0.02, 0.96, 0.02]]], dtype=torch.float64)
 BALLOTS = st.sampled_from(["rows", "top1"])

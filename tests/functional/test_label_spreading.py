@@ -8,13 +8,13 @@ import torch
 from seeded import numbers
 from sklearn.neighbors import NearestNeighbors
 
-from fedshift.functional import label_spreading
-from fedshift.functional.label_spreading import equally_frequent, nearest_neighbours, spread, spread_labels
+from fedshift.methods.federated import recipe_unlabelled
+from fedshift.methods.federated.recipe_unlabelled import equally_frequent, nearest_neighbours, spread, spread_labels
 
 
 @pytest.mark.parametrize("chunk", [4, 1024])
 def test_neighbours_are_those_of_largest_cosine(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(label_spreading, "_CHUNK", chunk)
+    monkeypatch.setattr(recipe_unlabelled, "_CHUNK", chunk)
     samples = numbers(11, 3)
     distances, wanted = NearestNeighbors(n_neighbors=4, metric="cosine").fit(samples.numpy()).kneighbors()
     near, cosines = nearest_neighbours(samples, 4)

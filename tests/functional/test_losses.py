@@ -10,14 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedshift.errors import UserError
-from fedshift.functional.losses import (
-    balanced_scores,
-    calibrated_scores,
-    entropy,
-    entropy_of_logits,
-    proximal_penalty,
-    smoothed_cross_entropy,
-)
+from fedshift.functional.losses import entropy, entropy_of_logits, proximal_penalty, smoothed_cross_entropy
+from fedshift.methods.federated.fedlc import calibrated_scores
+from fedshift.methods.federated.fedrod import balanced_scores
 
 
 @given(st.integers(2, 8), st.integers(1, 9), st.floats(0, 1), st.integers(0, 99))

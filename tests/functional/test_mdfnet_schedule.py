@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from fedshift.functional.mdfnet_schedule import (
+from fedshift.experiment.distance import proxy_distance
+from fedshift.methods.federated.mdfnet import (
     collaborative_shares,
     is_ready,
     names_few_classes,
     progress_since,
     progressive_weight,
-    proxy_distance,
 )
 
 

@@ -8,14 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedshift.functional.meta_learning import (
-    answer_at,
-    clipped_by_norm,
-    inner_step,
-    utility,
-    weighted_l1,
-    with_gradient,
-)
+from fedshift.functional.meta_learning import answer_at, inner_step, with_gradient
+from fedshift.methods.pooled.feature_critic import utility
+from fedshift.methods.pooled.masf import clipped_by_norm
+from fedshift.methods.pooled.metareg import weighted_l1
 
 
 def train(w: Tensor) -> Tensor:

@@ -10,13 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshift.functional.metric_learning import (
-    class_confusion,
-    confusion_divergence,
-    drawn_with_repetition,
-    momentum_triplet_loss,
-    semi_hard_triplet_loss,
-)
+from fedshift.methods.composition.triplets import drawn_with_repetition, momentum_triplet_loss
+from fedshift.methods.pooled.masf import class_confusion, confusion_divergence, semi_hard_triplet_loss
 
 
 def drawn(number: int, seed: int, width: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,13 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from fedshift.functional.mixing import (
-    gradient_perturbed,
-    mixed_styles,
-    partners_in_the_other_half,
-    paste,
-    rows_of_other_classes,
-)
+from fedshift.functional.mixing import gradient_perturbed, paste
+from fedshift.methods.composition.mixstyle import mixed_styles, partners_in_the_other_half
+from fedshift.methods.federated.pardon import rows_of_other_classes
 
 X = torch.tensor([0.0, 2.0, 4.0, 6.0]).view(1, 1, 2, 2)
 Y = torch.tensor([1.0, 1.0, 1.0, 5.0]).view(1, 1, 2, 2)

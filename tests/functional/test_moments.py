@@ -13,7 +13,7 @@ from scipy.spatial.distance import pdist
 from seeded import numbers
 from torch import Tensor
 
-from fedshift.functional.moments import classifier_discrepancy, moment_distance
+from fedshift.methods.pooled.m3sda import classifier_discrepancy, moment_distance
 
 WORKED = [
     torch.tensor(rows, dtype=torch.float64)

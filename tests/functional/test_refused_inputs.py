@@ -13,29 +13,14 @@ import torch
 from torch import Tensor
 
 from fedshift.errors import UserError
-from fedshift.functional import robust_aggregation as robust
-from fedshift.functional.adversarial import (
-    combine_domains,
-    domain_identifier_loss,
-    generator_loss,
-    weighted_adversarial_loss,
-)
+from fedshift.experiment.distance import proxy_distance
+from fedshift.functional.adversarial import domain_identifier_loss
 from fedshift.functional.attention import cross_layer_attention
 from fedshift.functional.averaging import MeanAccumulator, weighted_average
-from fedshift.functional.batchnorm import batchnorm_objective
-from fedshift.functional.clustering import compactness, dispersion, spherical_kmeans
+from fedshift.functional.clustering import compactness, dispersion
 from fedshift.functional.colour import lab_to_rgb, rgb_to_lab
-from fedshift.functional.consensus_focus import FocusTally
-from fedshift.functional.control_variates import next_control
-from fedshift.functional.divergence_weighting import divergence_weights
-from fedshift.functional.experts import confident_pseudo_labels, consensus_regularisation, unlabelled_ensemble_loss
 from fedshift.functional.geometry import affine_matrices
-from fedshift.functional.gradient_matching import matching_weights
-from fedshift.functional.information import information_maximisation, mutual_information, pseudo_labels
-from fedshift.functional.jigsaw import MOST, shuffled_tiles, tile_permutations
-from fedshift.functional.kept_answers import kept_answers
-from fedshift.functional.knowledge_vote import distillation_loss, knowledge_vote, mean_ensemble
-from fedshift.functional.label_spreading import spread_labels
+from fedshift.functional.information import information_maximisation, pseudo_labels
 from fedshift.functional.leakage import (
     best_match,
     cosine_distance,
@@ -47,27 +32,28 @@ from fedshift.functional.leakage import (
 )
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.functional.masking import soft_interaction, straight_through_mask
-from fedshift.functional.mdfnet_schedule import collaborative_shares, is_ready, progressive_weight, proxy_distance
-from fedshift.functional.metric_learning import class_confusion
-from fedshift.functional.mixing import mixed_styles
 from fedshift.functional.mmd import multi_kernel_mmd, weighted_multi_kernel_mmd
-from fedshift.functional.moments import classifier_discrepancy, moment_distance
 from fedshift.functional.poisoning import wrong_labels
 from fedshift.functional.projection import projection_convolution, projection_layer
-from fedshift.functional.reference_distribution import discriminator_loss, random_projection
-from fedshift.functional.representation import gaussian_divergence, mean_prediction, norm_regulariser
-from fedshift.functional.source_weights import (
-    adjusted_shares,
-    distance_weights,
-    domain_weights,
-    gain_weights,
-    relative_gains,
-    released_domain_weights,
-    sample_weights,
-    smoothed_weights,
-)
 from fedshift.functional.spectra import half_width, interpolate_amplitudes, low_frequencies
-from fedshift.functional.styles import StyleAccumulator, adain, channel_styles, style_assignment
+from fedshift.functional.styles import adain, channel_styles
+from fedshift.methods import robust
+from fedshift.methods.composition.mixstyle import mixed_styles
+from fedshift.methods.composition.plug_in import MOST
+from fedshift.methods.composition.puzzles import shuffled_tiles, tile_permutations
+from fedshift.methods.composition.styles import StyleAccumulator, style_assignment
+from fedshift.methods.federated.csac import divergence_weights
+from fedshift.methods.federated.fada import gain_weights, generator_loss, mutual_information, relative_gains
+from fedshift.methods.federated.fedadg import discriminator_loss, random_projection
+from fedshift.methods.federated.feddg_ga import adjusted_shares
+from fedshift.methods.federated.fedomg import matching_weights
+from fedshift.methods.federated.fedsr import gaussian_divergence, mean_prediction, norm_regulariser
+from fedshift.methods.federated.mdfnet import collaborative_shares, is_ready, progressive_weight
+from fedshift.methods.federated.recipe_unlabelled import kept_answers, spread_labels
+from fedshift.methods.federated.scaffold import next_control
+from fedshift.methods.pooled.m3sda import classifier_discrepancy, moment_distance
+from fedshift.methods.pooled.masf import class_confusion
+from fedshift.methods.pooled.mdan import combine_domains
 
 NAN, INF = math.nan, math.inf
 LABELS, DRAWS = torch.zeros(4, dtype=torch.int64), torch.Generator()
@@ -98,12 +84,6 @@ def cut_to_another_window() -> None:
 
 def many(layers: tuple[int, ...], others: tuple[int, ...], *more: Any) -> None:
     weighted_multi_kernel_mmd(z(*layers), z(*others), torch.ones(2, 2), *more)
-
-
-def focus(teachers: Tensor, gate: float, count: int | None = None, **options: Any) -> None:
-    tally = FocusTally(len(teachers) if count is None else count, gate, **options)
-    tally.add(teachers)
-    tally.focus()
 
 
 REFUSED: list[tuple[Callable[..., Any], list[tuple[Any, ...]], str]] = [
@@ -139,9 +119,6 @@ REFUSED: list[tuple[Callable[..., Any], list[tuple[Any, ...]], str]] = [
     (smoothed_cross_entropy, [(z(1, 1), LABELS[:1], 0.1, "others")], "classes"),
     (projection_layer, [((3, 4, 5, 6, 7), 4, (1, 1))], r"\(3, 4, 5, 6, 7\)"),
     (projection_convolution, [(3, (0, 4), 4, (1, 1))], r"\(0, 4\)"),
-    (batchnorm_objective, [(z(4), z(2, 1), z(2, 1), z(2)), (z(4, 3), z(2, 2), z(2, 2), z(2))], ""),
-    (batchnorm_objective, [(z(4, 3), z(2, 3), z(2, 1), z(2)), (z(4, 3), z(2, 3), z(2, 3), z(3))], ""),
-    (batchnorm_objective, [(z(0, 3), z(2, 3), z(2, 3), z(2))], ""),
     (next_control, [(w(0), w(0), w(0), w(0), 0.0)], "step"),
     (moment_distance, [([z(*s) for s in sizes], "mean_variance") for sizes in ((), ((3, 2),))], "domains"),
     (moment_distance, [([z(3, 2), z(*s)], "mean_variance") for s in ((3, 4), (1, 2))], "domains"),
@@ -158,25 +135,9 @@ REFUSED: list[tuple[Callable[..., Any], list[tuple[Any, ...]], str]] = [
     (low_frequencies, [(z(1, 1, 8, 8), 4)], "4"),
     (compactness, [(z(3), LABELS[:3]), (z(3, 2), LABELS[:2])], ""),
     (dispersion, [(z(0, 3), 2, 0), (z(4), 2, 0), (z(4, 3), 0, 0)], ""),
-    (spherical_kmeans, [(z(0, 2), LABELS[:0], 3)], ""),
-    (domain_weights, [([1.0] * 3, samples, n) for samples, n in (([1, 2], 5), ([1, 2, 0], 5), ([1, 2, 3], -1))], ""),
-    *((rule, [([],), ([NAN],), ([INF],)], "") for rule in (partial(domain_weights, samples=[1], target_samples=1),)),
-    (released_domain_weights, [([], 0.5), ([NAN], 0.5), ([INF], 0.5)], ""),
     (gain_weights, [([],), ([NAN],), ([INF],)], ""),
-    (released_domain_weights, [([1.0], share) for share in (-0.1, 1.1, NAN)], "fraction"),
-    (smoothed_weights, [([1.0], [1.0], share) for share in (-0.1, 1.1, NAN)], "momentum"),
-    (smoothed_weights, [([1.0], [0.5, 0.5])], ""),
-    (sample_weights, [([],)], ""),
-    (distance_weights, [([1, 1], gaps) for gaps in ([-1.0, 0.0], [NAN, 0.0], [INF, 0.0], [1.0])], ""),
     (relative_gains, [(1.0, [0.5, wrong]) for wrong in (-1.0, NAN, INF)], ""),
     (adjusted_shares, [([0.5, 0.5], [1.0], 0.1), ([0.5, 0.5], [NAN, 1.0], 0.1)], "finite"),
-    (consensus_regularisation, [(z(1, 4, 3), z(4, 3), 0)], ""),
-    *((consensus_regularisation, [(z(2, 4, 3), z(4, 3), n)], f"domain {n} of 2") for n in (-1, 2)),
-    (consensus_regularisation, [(z(2, 4, 3), other, 0) for other in (z(1, 3), z(4, 1), z(3))], ""),
-    (consensus_regularisation, [(z(4, 3), z(4, 3), 0), (z(2, 0, 3), z(4, 3), 0)], r"\(K, b, C\)"),
-    (confident_pseudo_labels, [(z(4, 2),), (z(3, 0, 2),)], r"\(K, b, C\)"),
-    (unlabelled_ensemble_loss, [(x, LABELS, torch.ones(4).bool()) for x in (z(4, 2), z(3, 0, 2))], r"\(K, b, C\)"),
-    (unlabelled_ensemble_loss, [(z(3, 4, 2), LABELS[:3], z(4).bool()), (z(3, 4, 2), LABELS, z(4, 1).bool())], "4"),
     *((partial(added, share=share), [()], r"site 'x'.*weight") for share in (-1.0, NAN, INF)),
     (partial(added, rule="moments", share={"w": 1.0}), [()], "moments"),
     (MeanAccumulator().result, [()], ""),
@@ -191,15 +152,6 @@ REFUSED: list[tuple[Callable[..., Any], list[tuple[Any, ...]], str]] = [
     (robust.trimmed_mean, [([w(1)] * 4, 2)], "trim: 2 .* 4 sites"),
     (robust.krum, [(z(4, 4), 1, 1)], "faulty: 1"),
     *((robust.krum, [(z(5, 5), 1, keep)], f"keep: {keep}") for keep in (0, 5)),
-    (knowledge_vote, [(torch.ones(3, 1, 3), gate) for gate in (-0.1, 1.0, NAN)], "gate"),
-    (knowledge_vote, [(z(3, 2), 0.9), (z(0, 4, 2), 0.9), (z(3, 4, 0), 0.9)], "teacher"),
-    (mean_ensemble, [(z(3, 2),), (z(0, 4, 2),), (z(3, 4, 0),)], "teacher"),
-    (distillation_loss, [(z(2, 3), z(2, 4), z(2)), (z(2, 3), z(2, 3), z(3)), (z(2, 3), z(2, 3), z(2, 1))], ""),
-    (distillation_loss, [(z(3), z(3), z(3))], ""),
-    *((partial(focus, rule=rule), [(z(3, 2, 3), 1.0)], "gate") for rule in ("shapley", "leave_one_out")),
-    *((partial(focus, rule=rule), [(z(0, 2, 3), 0.9)], "teacher") for rule in ("shapley", "leave_one_out")),
-    (partial(focus, count=2), [(z(3, 2, 3), 0.9)], "2 .*3"),
-    (partial(focus, permutations=0), [(z(5, 2, 3), 0.6)], "order"),
     (invert_linear, [(z(3, 2), z(3))], "gradient"),
     (invert_linear, [(z(3, 2), z(2))], r"\(3, 2\).*\(2,\)"),
     (pseudo_gradient, [([z(1)], [z(1)], rate) for rate in (0.0, -1.0, NAN)], "learning rate"),
@@ -219,7 +171,6 @@ REFUSED: list[tuple[Callable[..., Any], list[tuple[Any, ...]], str]] = [
     (combine_domains, [(z(2), z(3)), (z(0), z(0)), (torch.tensor(1.0), torch.tensor(1.0))], ""),
     (combine_domains, [(z(2), z(2), 0.01, gamma) for gamma in (0.0, -1.0, NAN)], "gamma"),
     *((loss, [(z(0), z(1)), (z(1), z(0))], "sample") for loss in (domain_identifier_loss, generator_loss)),
-    (weighted_adversarial_loss, [(z(2, 1), z(2, 1), z(2))], r"\(2,\).*\(2, 1\)"),
 ]
 
 

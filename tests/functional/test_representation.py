@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from seeded import numbers
 from torch.distributions import Normal, kl_divergence
 
-from fedshift.functional.representation import gaussian_divergence, mean_prediction, norm_regulariser
+from fedshift.methods.federated.fedsr import gaussian_divergence, mean_prediction, norm_regulariser
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.floats(0.1, 3), st.integers(0, 99))

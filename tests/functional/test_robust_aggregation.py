@@ -14,8 +14,8 @@ from scipy import stats
 from scipy.spatial.distance import cdist
 from torch import Tensor
 
-from fedshift.functional import robust_aggregation as robust
-from fedshift.functional.robust_aggregation import coordinate_median, krum, krum_scores, squared_distances, trimmed_mean
+from fedshift.methods import robust
+from fedshift.methods.robust import coordinate_median, krum, krum_scores, squared_distances, trimmed_mean
 
 Model = dict[str, Tensor]
 

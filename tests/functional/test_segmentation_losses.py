@@ -13,12 +13,11 @@ from scipy import ndimage
 from torch import Tensor
 
 from fedshift.errors import UserError
-from fedshift.functional.losses import task_loss
-from fedshift.functional.segmentation import (
+from fedshift.functional.losses import dice_loss, task_loss
+from fedshift.methods.federated.elcfs import (
     boundary_loss,
     contour,
     contrastive_loss,
-    dice_loss,
     dilate,
     erode,
     region_means,

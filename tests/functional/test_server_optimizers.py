@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedshift.functional.server_optimizers import Second, adaptive_step, momentum_step
+from fedshift.methods.server import Second, adaptive_step, momentum_step
 
 CHANGES = st.lists(st.floats(-5, 5), min_size=1, max_size=8)
 

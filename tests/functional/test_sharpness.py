@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedshift.functional.sharpness import worst_nearby
+from fedshift.methods.composition.regularisers import worst_nearby
 
 
 def drawn(seed: int) -> tuple[dict[str, Tensor], list[Tensor]]:

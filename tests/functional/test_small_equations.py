@@ -11,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshift.functional import averaging, clustering, feature_alignment, masking, meta_learning, mixing, noisy_moments
+from fedshift.functional import averaging, feature_alignment, mixing, noisy_moments
+from fedshift.methods.federated import fedproto, per_fedavg, stablefdg
+from fedshift.methods.pooled import rsc
 
 LABELS = st.lists(st.integers(0, 3), min_size=1, max_size=12).map(torch.tensor)
 
@@ -22,7 +24,7 @@ def draws(seed: int = 0) -> torch.Generator:
 
 @given(LABELS)
 def test_next_of_class_goes_round_each_class_once(labels: torch.Tensor) -> None:
-    following = mixing.next_of_class(labels)
+    following = stablefdg.next_of_class(labels)
     assert torch.equal(labels[following], labels)
     assert sorted(following.tolist()) == list(range(len(labels)))
     assert sum(int(row) <= at for at, row in enumerate(following)) == len(labels.unique())  # one end for each class
@@ -32,7 +34,7 @@ def test_next_of_class_goes_round_each_class_once(labels: torch.Tensor) -> None:
 def test_enough_repeated_rows_make_classes_equally_frequent(labels: torch.Tensor) -> None:
     counts = torch.bincount(labels)[labels.unique()]
     lacking = int((counts.max() - counts).sum())
-    rows = mixing.levelling_rows(labels, lacking, draws())
+    rows = stablefdg.levelling_rows(labels, lacking, draws())
     assert len({int(count) for count in torch.bincount(torch.cat([labels, labels[rows]])) if count}) == 1
 
 
@@ -45,7 +47,7 @@ def test_mixup_is_on_the_line_between() -> None:
 def test_the_classifier_of_means_says_the_nearest_that_is_there() -> None:
     means, points = torch.randn(5, 3, generator=draws(1)), torch.randn(40, 3, generator=draws(2))
     present = torch.tensor([True, True, False, True, True])
-    weight, bias = clustering.nearest_mean_classifier(means, present)
+    weight, bias = fedproto.nearest_mean_classifier(means, present)
     distances = torch.cdist(points, means).masked_fill(~present, math.inf)
     assert torch.equal((points @ weight.T + bias).argmax(1), distances.argmin(1))
 
@@ -55,7 +57,7 @@ def test_the_hessian_product_is_that_of_autograd() -> None:
         return (w**3).sum() + w.prod() + w[0].sin()
 
     w, v = torch.tensor([0.3, -1.2, 0.8]).double(), torch.tensor([1.0, 0.5, -2.0]).double()
-    (product,) = meta_learning.hessian_product(lambda at: loss(at["w"]), {"w": w}, {"w": v}).values()
+    (product,) = per_fedavg.hessian_product(lambda at: loss(at["w"]), {"w": w}, {"w": v}).values()
     torch.testing.assert_close(product, torch.autograd.functional.hessian(loss, w) @ v, atol=1e-5, rtol=1e-5)
 
 
@@ -76,7 +78,7 @@ def test_challenged_features_one_sample_at_a_time(
     hurt_most = (right - without).argsort()[-muted_samples:]
     wanted = z.clone()
     wanted[hurt_most] = muted[hurt_most]
-    result = masking.challenged_features(z, labels, lambda x: x @ weights.T, features, share)
+    result = rsc.challenged_features(z, labels, lambda x: x @ weights.T, features, share)
     torch.testing.assert_close(result, wanted)
 
 

@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedshift.functional.source_weights import (
-    adjusted_shares,
+from fedshift.methods.federated.fada import gain_weights, relative_gains
+from fedshift.methods.federated.feddg_ga import adjusted_shares
+from fedshift.methods.federated.kd3a import (
     distance_weights,
     domain_weights,
-    gain_weights,
-    relative_gains,
     released_domain_weights,
     sample_weights,
     smoothed_weights,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedshift.functional.averaging import MeanAccumulator
-from fedshift.functional.divergence_weighting import divergence_aggregate
+from fedshift.methods.federated.csac import divergence_aggregate
 from fedshift.weights import Weights
 
 NUMBERS = 250_000  # a model of 1 MB

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedshift.functional.colour import lab_to_rgb, rgb_to_lab
-from fedshift.functional.styles import StyleAccumulator, adain, channel_styles, style_assignment, style_of_groups
+from fedshift.functional.styles import adain, channel_styles
+from fedshift.methods.composition.styles import StyleAccumulator, style_assignment
+from fedshift.methods.federated.pardon import style_of_groups
 
 
 def maps(*shape: int, seed: int = 0) -> Tensor:

@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from fedshift.functional.averaging import dense_window
-from fedshift.methods.composition.averages import EMA, SWA, SWAD, Averaging, Kept, LastRounds
+from fedshift.methods.composition.averages import EMA, SWA, SWAD, Averaging, Kept, LastRounds, dense_window
 from fedshift.methods.composition.options import Composed
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg

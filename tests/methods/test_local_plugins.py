@@ -21,11 +21,10 @@ from fedshift.federation.messages import Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.federation.site_runner import SiteRunner
-from fedshift.functional.metric_learning import momentum_triplet_loss
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.composition.local import PLUG_INS
-from fedshift.methods.composition.triplets import KeyQueue
+from fedshift.methods.composition.triplets import KeyQueue, momentum_triplet_loss
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models.network import Network
 from fedshift.weights import Weights

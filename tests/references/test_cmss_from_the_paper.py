@@ -13,9 +13,8 @@ from linear_pool import batch, linear, network, pool
 from torch import Tensor, nn
 
 from fedshift.federation.site import Site
-from fedshift.functional.adversarial import curriculum_weights, weighted_adversarial_loss
 from fedshift.methods.pooled import cmss
-from fedshift.methods.pooled.cmss import CMSS
+from fedshift.methods.pooled.cmss import CMSS, curriculum_weights, weighted_adversarial_loss
 from fedshift.weights import Weights
 
 pytestmark = pytest.mark.usefixtures("double")

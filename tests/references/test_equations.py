@@ -14,40 +14,51 @@ from authors_numbers import LARGEST, Reference, compares
 from torch import Tensor, nn
 
 from fedshift.data.tasks.objective import CLASSES
-from fedshift.functional import robust_aggregation as robust
 from fedshift.functional.attention import cross_layer_attention
 from fedshift.functional.averaging import weighted_average
-from fedshift.functional.consensus_focus import FocusTally
-from fedshift.functional.contrastive import model_contrastive_loss
-from fedshift.functional.control_variates import dynamic_penalty, moved_gradient, normalised_average, normalising_factor
+from fedshift.functional.control_variates import moved_gradient, normalising_factor
 from fedshift.functional.differential_privacy import NoisySteps, clipped_sum, epsilon
-from fedshift.functional.distillation import other_scores, softened_divergence
-from fedshift.functional.divergence_weighting import divergence_aggregate
-from fedshift.functional.gradient_matching import masked_by_agreement, matching_shares
+from fedshift.functional.distillation import softened_divergence
 from fedshift.functional.information import information_maximisation, pseudo_labels
-from fedshift.functional.knowledge_vote import distillation_loss, knowledge_vote, mixup, released_labels
-from fedshift.functional.losses import calibrated_scores, proximal_penalty, task_loss
+from fedshift.functional.losses import proximal_penalty, task_loss
 from fedshift.functional.meta_learning import inner_step
 from fedshift.functional.mmd import multi_kernel_mmd, weighted_multi_kernel_mmd
 from fedshift.functional.projection import projection_convolution
-from fedshift.functional.reference_distribution import (
+from fedshift.functional.schedules import linear
+from fedshift.functional.spectra import half_width, interpolate_amplitudes, low_frequencies
+from fedshift.functional.styles import adain, channel_styles
+from fedshift.methods import robust
+from fedshift.methods.composition.regularisers import worst_nearby
+from fedshift.methods.composition.styles import StyleAccumulator
+from fedshift.methods.federated.csac import divergence_aggregate
+from fedshift.methods.federated.elcfs import boundary_loss, contour, rounded_shares, surroundings
+from fedshift.methods.federated.fedadg import (
     alignment_loss,
     discriminator_loss,
     reference_loss,
     scaled_one_hot,
     total_loss,
 )
-from fedshift.functional.representation import gaussian_divergence, norm_regulariser
-from fedshift.functional.schedules import linear
-from fedshift.functional.segmentation import boundary_loss, contour, surroundings
-from fedshift.functional.sharpness import worst_nearby
-from fedshift.functional.source_weights import released_domain_weights, rounded_shares, smoothed_weights
-from fedshift.functional.spectra import half_width, interpolate_amplitudes, low_frequencies
-from fedshift.functional.styles import StyleAccumulator, adain, channel_styles
 from fedshift.methods.federated.fedbn import FedBN
-from fedshift.methods.federated.feddyn import clipped_but_decay
+from fedshift.methods.federated.feddyn import clipped_but_decay, dynamic_penalty
+from fedshift.methods.federated.fedgma import masked_by_agreement
 from fedshift.methods.federated.fediir import FedIIR
+from fedshift.methods.federated.fedlc import calibrated_scores
+from fedshift.methods.federated.fednova import normalised_average
+from fedshift.methods.federated.fedntd import other_scores
+from fedshift.methods.federated.fedomg import matching_shares
+from fedshift.methods.federated.fedsr import gaussian_divergence, norm_regulariser
 from fedshift.methods.federated.gperxan import GPerXAN
+from fedshift.methods.federated.kd3a import (
+    FocusTally,
+    distillation_loss,
+    knowledge_vote,
+    mixup,
+    released_domain_weights,
+    released_labels,
+    smoothed_weights,
+)
+from fedshift.methods.federated.moon import model_contrastive_loss
 from fedshift.methods.robust import Krum, Trust
 from fedshift.methods.server import OPTIMIZERS
 from fedshift.models.normalisation import AssembledNorm2d

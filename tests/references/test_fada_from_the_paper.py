@@ -14,12 +14,10 @@ from tiny import MLP, run
 from torch import Tensor, nn
 
 from fedshift.federation.messages import Features
-from fedshift.functional.adversarial import domain_identifier_loss, generator_loss
+from fedshift.functional.adversarial import domain_identifier_loss
 from fedshift.functional.clustering import compactness
-from fedshift.functional.information import mutual_information
-from fedshift.functional.source_weights import gain_weights
 from fedshift.methods.federated import fada
-from fedshift.methods.federated.fada import FADA, DomainIdentifiers
+from fedshift.methods.federated.fada import FADA, DomainIdentifiers, gain_weights, generator_loss, mutual_information
 from fedshift.weights import Weights
 
 RATE, STRENGTH = 0.3, 0.7

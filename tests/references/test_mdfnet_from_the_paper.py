@@ -16,10 +16,14 @@ from torch import Tensor
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.functional.averaging import weighted_average
-from fedshift.functional.clustering import spherical_kmeans
-from fedshift.functional.mdfnet_schedule import collaborative_shares, progressive_weight
 from fedshift.functional.schedules import inverse_power
-from fedshift.methods.federated.mdfnet import MDFNet, _Halves
+from fedshift.methods.federated.mdfnet import (
+    MDFNet,
+    _Halves,
+    collaborative_shares,
+    progressive_weight,
+    spherical_kmeans,
+)
 from fedshift.methods.masks import Mask
 from fedshift.weights import Weights
 

@@ -13,11 +13,11 @@ from torch import nn
 
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.feature_alignment import coral_distance, gaussian_discrepancy, mean_over_pairs
+from fedshift.functional.feature_alignment import coral_distance, gaussian_discrepancy
 from fedshift.functional.invariance import irm_penalty
 from fedshift.methods.base import Method
 from fedshift.methods.pooled.cdann import CDANN, Conditional
-from fedshift.methods.pooled.coral import CORAL
+from fedshift.methods.pooled.coral import CORAL, mean_over_pairs
 from fedshift.methods.pooled.dann import DANN, Discriminator
 from fedshift.methods.pooled.fish import Fish
 from fedshift.methods.pooled.groupdro import DomainWeights, GroupDRO

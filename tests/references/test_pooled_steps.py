@@ -12,21 +12,19 @@ from linear_pool import batch, linear, network, pool
 from torch import Tensor, nn
 
 from fedshift.federation.site import Site
-from fedshift.functional import metric_learning
-from fedshift.functional.losses import inverse_frequencies
-from fedshift.functional.meta_learning import clipped_by_norm, inner_step
-from fedshift.functional.metric_learning import momentum_triplet_loss
+from fedshift.functional.meta_learning import inner_step
 from fedshift.functional.mixing import gradient_perturbed
+from fedshift.methods.composition import triplets
 from fedshift.methods.composition.puzzles import Puzzles
-from fedshift.methods.composition.triplets import KeyQueue
+from fedshift.methods.composition.triplets import KeyQueue, momentum_triplet_loss
 from fedshift.methods.pooled import dger, epi_fcr
 from fedshift.methods.pooled.crossgrad import CrossGrad
-from fedshift.methods.pooled.dger import DGER
+from fedshift.methods.pooled.dger import DGER, inverse_frequencies
 from fedshift.methods.pooled.eisnet import EISNet, Parts
 from fedshift.methods.pooled.epi_fcr import EpiFCR
 from fedshift.methods.pooled.feature_critic import Critic, FeatureCritic
 from fedshift.methods.pooled.jigen import JiGen, jigsaw_loss
-from fedshift.methods.pooled.masf import MASF
+from fedshift.methods.pooled.masf import MASF, clipped_by_norm
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -353,7 +351,7 @@ def test_eisnet_s_triplets(reference: Reference, monkeypatch: pytest.MonkeyPatch
             return times
         return (found & (found.cumsum(1) <= sizes[:, None])).double()
 
-    monkeypatch.setattr(metric_learning, "drawn_with_repetition", noted)
+    monkeypatch.setattr(triplets, "drawn_with_repetition", noted)
     draws = torch.Generator()
     repeated = False
     value = momentum_triplet_loss(q, k, labels, queue, queue_labels, margin, 2, draws)

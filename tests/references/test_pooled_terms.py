@@ -11,34 +11,26 @@ from authors_numbers import Reference, compares
 from linear_pool import batch, linear, network, pool
 from torch import Tensor, nn
 
-from fedshift.functional.adversarial import (
-    certainty_weights,
-    combine_domains,
-    condition,
-    conditional_adversarial_loss,
-    domain_identifier_loss,
-    reverse_gradient,
-)
-from fedshift.functional.clustering import auxiliary_distribution, soft_cross_entropy, student_assignment
+from fedshift.functional.adversarial import domain_identifier_loss, reverse_gradient
 from fedshift.functional.distillation import softened_divergence
-from fedshift.functional.experts import confident_pseudo_labels
-from fedshift.functional.jigsaw import shuffled_tiles
 from fedshift.functional.losses import entropy
 from fedshift.functional.masking import straight_through_mask
-from fedshift.functional.metric_learning import class_confusion, confusion_divergence, semi_hard_triplet_loss
-from fedshift.functional.mixing import mixed_styles, partners_in_the_other_half
-from fedshift.functional.moments import classifier_discrepancy, moment_distance
-from fedshift.functional.schedules import ramp, sigmoid_ramp
+from fedshift.functional.schedules import ramp
 from fedshift.functional.spectra import amplitude, interpolate_amplitudes
 from fedshift.methods.composition.mean_teacher import MeanTeacher
-from fedshift.methods.composition.mixstyle import Mixer
-from fedshift.methods.heads import Experts
+from fedshift.methods.composition.mixstyle import Mixer, mixed_styles, partners_in_the_other_half
+from fedshift.methods.composition.puzzles import shuffled_tiles
+from fedshift.methods.heads import Experts, confident_pseudo_labels
 from fedshift.methods.pooled import dsbn, srdc
+from fedshift.methods.pooled.cdan import certainty_weights, condition, conditional_adversarial_loss
 from fedshift.methods.pooled.dael import DAEL
 from fedshift.methods.pooled.dmg import DMG, MaskedClassifier, overlap
-from fedshift.methods.pooled.fact import FACT
+from fedshift.methods.pooled.fact import FACT, sigmoid_ramp
+from fedshift.methods.pooled.m3sda import classifier_discrepancy, moment_distance
+from fedshift.methods.pooled.masf import class_confusion, confusion_divergence, semi_hard_triplet_loss
+from fedshift.methods.pooled.mdan import combine_domains
 from fedshift.methods.pooled.mixstyle import MixStyle
-from fedshift.methods.pooled.srdc import SRDC
+from fedshift.methods.pooled.srdc import SRDC, auxiliary_distribution, soft_cross_entropy, student_assignment
 from fedshift.models.registry import build, parse
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedshift.federation.messages import Styles
-from fedshift.functional.clustering import first_neighbour_partitions
 from fedshift.methods.composition.styles import Channels
 from fedshift.methods.federated import fedccrl, pardon, stablefdg
 from fedshift.methods.federated.fedccrl import FedCCRL
-from fedshift.methods.federated.pardon import Pardon, common_style
+from fedshift.methods.federated.pardon import Pardon, common_style, first_neighbour_partitions
 from fedshift.methods.federated.stablefdg import Highlighted, StableFDG, Styled
 from fedshift.models.network import Network
 from fedshift.weights import Weights

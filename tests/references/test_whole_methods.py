@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from fedshift.data.domain import Domain
 from fedshift.federation.federation import Federation
 from fedshift.federation.site import Site
-from fedshift.functional.source_weights import ascended_weights
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.federated import fediir
-from fedshift.methods.federated.afl import AgnosticFederated
+from fedshift.methods.federated.afl import AgnosticFederated, ascended_weights
 from fedshift.methods.federated.alone import Alone
 from fedshift.methods.federated.copa import COPA
 from fedshift.methods.federated.feddg_ga import GeneralizationAdjustment, Judged

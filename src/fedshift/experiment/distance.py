@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.data.domain import DataSet
+from fedshift.errors import UserError
 from fedshift.experiment.config.engine_section import Engine
 from fedshift.experiment.protocols.base import Split
 from fedshift.extras import compiler_comes_later
@@ -25,7 +26,6 @@ from fedshift.federation.randomness import generator
 from fedshift.federation.site import Role, Site
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
-from fedshift.functional.mdfnet_schedule import proxy_distance
 from fedshift.methods.base import Method, State
 from fedshift.models import registry as models
 from fedshift.weights import Weights
@@ -144,3 +144,13 @@ def proxy_distances(data: DataSet, split: Split, setting: Setting, engine: Engin
             errors = [reply.share for reply in where.ask(method.wrong, to=(source, target), weights=plane)]
             result[f"{source}-{target}"] = proxy_distance(sum(errors) / 2)
     return result
+
+
+def proxy_distance(error: float) -> float:
+    """Proxy A-distance ``d_A = 2(1 − 2ε)``, at least 0: 0 for equal domains, 2 for domains that differ always.
+
+    Source: Ben-David et al. (Machine Learning 2010).
+    """
+    if not 0 <= error <= 1:
+        raise UserError(f"an error rate lies in [0, 1], found {error}")
+    return max(0.0, 2 * (1 - 2 * error))

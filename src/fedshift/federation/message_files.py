@@ -44,9 +44,8 @@ def mapped_message(path: Path) -> dict[str, Content]:
 def read_message(path: Path) -> tuple[dict[str, Content], dict[str, Any]]:
     """Read the content and header that `write_message` wrote.
 
-    Raises:
-        UserError: the file is missing, damaged, of another program, encrypted with another key, or was written under
-            another name.
+    Raises UserError: the file is missing, damaged, of another program, encrypted with another key, or was written under
+    another name.
     """
     try:
         content, header = decode(read_private(path))

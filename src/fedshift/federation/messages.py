@@ -134,8 +134,7 @@ class Update(Reply):
 def pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
     """List the pieces of ``content`` as ``(field, kind, bytes)``.
 
-    Raises:
-        FedshiftError: a value is of a type that may not travel, or a text is too long.
+    Raises FedshiftError: a value is of a type that may not travel, or a text is too long.
     """
     for name, value in content.items():
         if isinstance(value, NamedTensors):
@@ -156,8 +155,7 @@ def pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
 def text_bytes(name: str, value: str) -> int:
     """The bytes of a text.
 
-    Raises:
-        FedshiftError: it is too long, or holds halves of characters, which cannot be written as UTF-8.
+    Raises FedshiftError: it is too long, or holds halves of characters, which cannot be written as UTF-8.
     """
     try:
         size = len(value.encode())
@@ -242,8 +240,7 @@ def encode(content: Mapping[str, Content], header: Mapping[str, object] | None =
 def encode_file(path: Path, content: Mapping[str, Content]) -> None:
     """Write ``content`` to a file, without a copy in memory. `decode_file` is the exact inverse.
 
-    Raises:
-        OSError, SafetensorError: the file cannot be written.
+    Raises OSError, SafetensorError: the file cannot be written.
     """
     tensors, metadata = _parts(content)
     save_file(tensors, path, metadata)
@@ -284,13 +281,9 @@ def decode(
 ) -> tuple[dict[str, Content], dict[str, Any]]:
     """Read the content and header that `encode` wrote.
 
-    Args:
-        data: the bytes.
-        most_tensors: messages with more tensors are refused before any is read.
-        largest_layout: messages that describe their tensors in more bytes are refused before these are read.
-
-    Raises:
-        FedshiftError: ``data`` is not such a message.
+    ``most_tensors``: messages with more tensors are refused before any is read. ``largest_layout``: messages that
+    describe their tensors in more bytes are refused before these are read. Raises FedshiftError: ``data`` is not such a
+    message.
     """
     try:
         length = int.from_bytes(data[:8], "little")
@@ -323,9 +316,8 @@ def decode_file(path: Path) -> dict[str, Content]:
 def json_of(text: str) -> Any:
     """Read JSON.
 
-    Raises:
-        ValueError: it is none, or has texts that cannot be written as UTF-8 (halves of characters, ``"\\ud800"``).
-        RecursionError: it is nested too deeply.
+    Raises ValueError: it is none, or has texts that cannot be written as UTF-8 (halves of characters, ``"\ud800"``).
+    Raises RecursionError: it is nested too deeply.
     """
     text.encode()  # UnicodeEncodeError is a ValueError
     value = json.loads(text)

@@ -41,15 +41,7 @@ class Closed(Frozen):
 
 
 def parse_json(kind: type[M], text: str | bytes, what: str) -> M:
-    """Parse JSON.
-
-    Args:
-        kind: the model.
-        text: JSON.
-        what: it is, for the message.
-
-    Raises:
-        Unreadable: it does not fit; one line that says where.
+    """Parse JSON. ``text``: JSON. Raises Unreadable: it does not fit; one line that says where.
 
     Example:
         >>> class Point(Closed):

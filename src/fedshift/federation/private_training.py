@@ -47,21 +47,11 @@ def minimise_privately(
 ) -> float:
     """`Site.minimise`, private: a noisy step for each mini-batch.
 
-    Args:
-        site: the site that trains.
-        batches: of `Site.batches`; each has another number in `Site.mini_batches`.
-        loss_of: the mean of a loss of each sample.
-        modules: what is trained.
-        optimizers: as of `Site.minimise`.
-        remember: as of `Site.minimise`.
-        regulariser: what the loss has beside the samples' part. It needs no noise.
-
-    Returns:
-        0 in place of the loss, which is computed from samples and may not leave the site.
-
-    Raises:
-        FedshiftError: the loss has another part that depends on no sample, or the site has no noise.
-        TrainingDiverged: the weights are no longer finite.
+    ``batches``: of `Site.batches`; each has another number in `Site.mini_batches`. ``loss_of``: the mean of a loss of
+    each sample. ``optimizers``: as of `Site.minimise`. ``remember``: as of `Site.minimise`. ``regulariser``: what the
+    loss has beside the samples' part. It needs no noise. Returns 0 in place of the loss, which is computed from samples
+    and may not leave the site. Raises FedshiftError: the loss has another part that depends on no sample, or the site
+    has no noise. Raises TrainingDiverged: the weights are no longer finite.
     """
     privacy, draws, data = site.training.privacy, site.draws, site.data
     if privacy is None or draws is None:
@@ -164,13 +154,8 @@ def _of_wide_layer(layer: WideLinear, inputs: list[Tensor], gradient: Tensor) ->
 def gradients_of(parameters: list[nn.Parameter], samples: int, *, compared: bool = True) -> list[Tensor]:
     """For each parameter the gradients of all samples, after a backward pass.
 
-    Args:
-        parameters: the parameters.
-        samples: how many samples the batch has.
-        compared: whether they are compared with the gradient of the batch.
-
-    Raises:
-        FedshiftError: together they are not the gradient of the batch.
+    ``compared``: whether they are compared with the gradient of the batch. Raises FedshiftError: together they are not
+    the gradient of the batch.
     """
     gradients = []
     for value in parameters:
@@ -196,9 +181,8 @@ def gradients_of(parameters: list[nn.Parameter], samples: int, *, compared: bool
 def check_network(network: Network, input_shape: tuple[int, ...]) -> None:
     """Try on random samples whether each sample's gradient is its own.
 
-    Raises:
-        UserError: samples of a batch change each other's predictions, training changes more than parameters, or Opacus
-            has no gradients for a layer.
+    Raises UserError: samples of a batch change each other's predictions, training changes more than parameters, or
+    Opacus has no gradients for a layer.
     """
     network = copy.deepcopy(network).cpu().train()
     buffers = {name: value.clone() for name, value in network.named_buffers()}

@@ -41,18 +41,14 @@ def drawn_from(seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Draws:
-    """The source of random numbers of a site's private training.
+    """The source of random numbers of a site's private training."""
 
-    Attributes:
-        noise_multiplier: σ.
-        stream: names the run and the site. No two runs have the same noise: the difference of two models with the same
-            noise would show what lies beneath it.
-        compares: whether each batch's gradient is compared with that of its samples. A failure of this check, and so
-            the error, depends on samples.
-    """
-
-    noise_multiplier: float
+    noise_multiplier: float  # σ
+    # names the run and the site. No two runs have the same noise: the difference of two models with the same noise
+    # would show what lies beneath it.
     stream: str
+    # whether each batch's gradient is compared with that of its samples. A failure of this check, and so the error,
+    # depends on samples.
     compares: ClassVar[bool] = True
 
     def generator(self, exchange: int, purpose: str) -> Source:

@@ -60,23 +60,15 @@ Layout = frozenset[tuple[str, Described]]
 
 @dataclass(frozen=True)
 class Tensors:
-    """How the tensors of a field must look.
+    """How the tensors of a field must look."""
 
-    Attributes:
-        shapes: the shape of each tensor, by name. None in place of the first size stands for 1 to ``rows`` rows.
-        rows: most rows where the first size is None.
-        low: the smallest value.
-        high: the largest value.
-        dtype: the type of all of them.
-        may_be_empty: whether the field may hold no tensor at all.
-    """
-
+    # the shape of each tensor, by name. None in place of the first size stands for 1 to ``rows`` rows.
     shapes: Mapping[str, tuple[int | None, ...]]
-    rows: int = 0
-    low: float = -LARGEST_VALUE
-    high: float = LARGEST_VALUE
-    dtype: torch.dtype = torch.float32
-    may_be_empty: bool = False
+    rows: int = 0  # most rows where the first size is None
+    low: float = -LARGEST_VALUE  # the smallest value
+    high: float = LARGEST_VALUE  # the largest value
+    dtype: torch.dtype = torch.float32  # the type of all of them
+    may_be_empty: bool = False  # whether the field may hold no tensor at all
 
 
 Bounds = Mapping[str, Tensors | Between]
@@ -85,21 +77,13 @@ Bounds = Mapping[str, Tensors | Between]
 
 @dataclass(frozen=True)
 class About:
-    """What the server knows of one site before it asks: what replies are checked against.
+    """What the server knows of one site before it asks: what replies are checked against."""
 
-    Attributes:
-        network: what sites train, with the weights that the run starts from.
-        samples: training samples of the site, as it said when it joined.
-        input_shape: of one sample.
-        classes: how many classes there are.
-        training: how sites train.
-    """
-
-    network: Network
-    samples: int
-    input_shape: tuple[int, ...]
-    classes: int
-    training: Training
+    network: Network  # what sites train, with the weights that the run starts from
+    samples: int  # training samples of the site, as it said when it joined
+    input_shape: tuple[int, ...]  # of one sample
+    classes: int  # how many classes there are
+    training: Training  # how sites train
 
 
 # Checks of a reply ----------------------------------------------------------------------------------------------------
@@ -121,8 +105,7 @@ class HasCalls(Protocol):
 def reply_type(method: HasCalls, call: str) -> type[Reply]:
     """The class of reply that a call of ``method`` returns.
 
-    Raises:
-        FedshiftError: ``call`` does not name a call, but a private name or server code.
+    Raises FedshiftError: ``call`` does not name a call, but a private name or server code.
     """
     named = isinstance(call, str) and not call.startswith("_")
     function = getattr(type(method.calls.owner(call)), call, None) if named else None
@@ -137,8 +120,7 @@ def reply_type(method: HasCalls, call: str) -> type[Reply]:
 def checked_reply(kind: type[Reply], content: Mapping[str, Any]) -> Reply:
     """Build a reply of class ``kind`` from ``content``.
 
-    Raises:
-        FedshiftError: the names or types of the fields differ from those of the class, or a number is out of range.
+    Raises FedshiftError: the names or types of the fields differ from those of the class, or a number is out of range.
     """
     names = {field.name for field in fields(kind)}
     if set(content) != names:
@@ -185,10 +167,7 @@ def _within(value: Any, range_: Between) -> bool:
 class ReplyCheck:
     """Checks the replies of a run.
 
-    Args:
-        method: the method of the run.
-        about: what the server knows of each site.
-        all_sites: whether ``about`` has all sites of the run; a site knows only of itself.
+    ``all_sites``: whether ``about`` has all sites of the run; a site knows only of itself.
     """
 
     def __init__(self, method: HasCalls, about: Mapping[str, About], all_sites: bool = True) -> None:
@@ -222,19 +201,9 @@ class ReplyCheck:
     ) -> Layout | None:
         """Check one reply.
 
-        Args:
-            call: the call that was asked.
-            site: the site that was asked.
-            kind: the class of the reply.
-            content: the content of the reply.
-            sent: the content of the request.
-
-        Returns:
-            The models in open fields, for `odd_ones`; None if there are none, or they are known to be right.
-
-        Raises:
-            FedshiftError: the reply is not what the call promises.
-            TrainingDiverged: a tensor holds NaN or infinite numbers, or a model is too far from the one that was sent.
+        Returns the models in open fields, for `odd_ones`; None if there are none, or they are known to be right. Raises
+        FedshiftError: the reply is not what the call promises. Raises TrainingDiverged: a tensor holds NaN or infinite
+        numbers, or a model is too far from the one that was sent.
         """
         about = self._about[site]
         _check_types(kind, content)
@@ -250,8 +219,7 @@ class ReplyCheck:
     def check_field(self, call: str, kind: type[Reply], field: str, value: Any, sent: Mapping[str, Any]) -> None:
         """Check one field of a reply of any site, whose other fields are not here; arguments as for `check`.
 
-        Raises:
-            FedshiftError: it is not what the call promises.
+        Raises FedshiftError: it is not what the call promises.
         """
         if not fits(value, field_types(kind).get(field, Weights)):
             raise FedshiftError(f"'{field}' of a {kind.__name__} cannot be a {type(value).__name__}")
@@ -327,9 +295,8 @@ def _check_bound(name: str, value: Any, bound: Tensors | Between) -> None:
 def _check_model(name: str, model: Weights, before: Mapping[str, Tensor]) -> None:
     """Check that training can lead to a model from ``before``, which the site began with.
 
-    Raises:
-        FedshiftError: a running statistic or a counter is out of range.
-        TrainingDiverged: the model is too far away, or holds NaN or infinite numbers.
+    Raises FedshiftError: a running statistic or a counter is out of range. Raises TrainingDiverged: the model is too
+    far away, or holds NaN or infinite numbers.
     """
     near = {
         key: (tensor, start.to(tensor.device))
@@ -383,9 +350,6 @@ class TensorCheck:
     not, the field is *open*. In an open field, tensors named as the network's must be the whole network. Other tensors
     (a single classifier, say) must be as in the replies of most sites of the exchange. So no single reply decides how
     the others must look.
-
-    Args:
-        like: the network's tensors.
     """
 
     def __init__(self, like: Mapping[str, Tensor]) -> None:
@@ -402,19 +366,10 @@ class TensorCheck:
     ) -> Layout | None:
         """Check the models in one reply.
 
-        Args:
-            call: the call that was asked.
-            kind: the class of the reply.
-            content: the content of the reply.
-            sent: the content of the request.
-            declared: fields whose tensors the method declares, which are not looked at here.
-
-        Returns:
-            The models in open fields, for `odd_ones`; None if there are none, or they are known to be right.
-
-        Raises:
-            FedshiftError: a model differs from the one sent, an open field holds only a part of the network, or it
-                differs from what sites agreed on in an earlier exchange.
+        ``declared``: fields whose tensors the method declares, which are not looked at here. Returns the models in open
+        fields, for `odd_ones`; None if there are none, or they are known to be right. Raises FedshiftError: a model
+        differs from the one sent, an open field holds only a part of the network, or it differs from what sites agreed
+        on in an earlier exchange.
         """
         hints = field_types(kind)
         unknown: dict[str, Described] = {}
@@ -459,13 +414,7 @@ class TensorCheck:
         required in later exchanges of the call. A site that is asked alone must send the network, or a module of it:
         a method whose target sends other models declares them in its `bounds`.
 
-        Args:
-            call: the call that was asked.
-            layouts: the open fields of each reply, by site.
-            asked: how many sites were asked.
-
-        Returns:
-            Why a reply is refused, by site.
+        ``layouts``: the open fields of each reply, by site. Returns why a reply is refused, by site.
         """
         if asked == 1 and any(self._nearness(layout) == 0 for layout in layouts.values()):
             return dict.fromkeys(

@@ -75,12 +75,8 @@ def setting_recipe(setting: Setting) -> SettingRecipe:
 def setting_from(recipe: SettingRecipe, permit: Callable[[str], None] = models.only_known) -> Setting:
     """Build the setting that `setting_recipe` wrote.
 
-    Args:
-        recipe: the setting.
-        permit: as in `fedshift.models.registry.parse`, for a network that does not come with fedshift.
-
-    Raises:
-        ValidationError: a section cannot be parsed.
+    ``permit``: as in `fedshift.models.registry.parse`, for a network that does not come with fedshift. Raises
+    ValidationError: a section cannot be parsed.
     """
     method: CallOwner = find(recipe.method.class_path).model_validate(recipe.method.options)
     return Setting(
@@ -100,11 +96,7 @@ def setting_from(recipe: SettingRecipe, permit: Callable[[str], None] = models.o
 
 
 def reply_from(import_path: str, content: Mapping[str, Any]) -> Reply:
-    """Build a reply of the class at ``import_path``.
-
-    Raises:
-        FedshiftError: the class is not a `Reply`.
-    """
+    """Build a reply of the class at ``import_path``. Raises FedshiftError: the class is not a `Reply`."""
     kind = find(import_path)
     if not (isinstance(kind, type) and issubclass(kind, Reply)):
         raise FedshiftError(f"{import_path} is not a Reply")

@@ -49,8 +49,7 @@ class SiteMemory(MutableMapping[str, Content]):
     def weights(self, name: str) -> Weights:
         """The entry ``name`` as `Weights`.
 
-        Raises:
-            FedshiftError: there is no such entry, since an earlier call failed here, or it is not `Weights`.
+        Raises FedshiftError: there is no such entry, since an earlier call failed here, or it is not `Weights`.
         """
         if name not in self._entries:
             raise FedshiftError(f"site memory '{name}' is empty: the call that fills it failed at this site")
@@ -72,8 +71,7 @@ class SiteMemory(MutableMapping[str, Content]):
     def load(self, folder: Path, files: Mapping[str, str]) -> None:
         """Replace all entries by those that a checkpoint names.
 
-        Raises:
-            UserError: a file is missing, damaged, or holds another entry.
+        Raises UserError: a file is missing, damaged, or holds another entry.
         """
         entries: dict[str, Content] = {}
         for name, file in files.items():
@@ -100,8 +98,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Statistics:
 def load_optimizer(optimizer: torch.optim.Optimizer, content: Content) -> None:
     """Give an optimiser the momentum and moments that `optimizer_state` took. It keeps its learning rate.
 
-    Raises:
-        FedshiftError: the content is something else.
+    Raises FedshiftError: the content is something else.
     """
     if not isinstance(content, Statistics):
         raise FedshiftError("an optimiser's memory must be Statistics")

@@ -27,23 +27,16 @@ from fedshift.models.products import with_compiler
 
 @dataclass(frozen=True)
 class SitePlan:
-    """What a site holds and may send.
+    """What a site holds and may send."""
 
-    Attributes:
-        name: the site's name.
-        role: whether it is a source or a target.
-        parts: (domain, training rows, domain number) of its samples; one part unless the site is a pool.
-        unlabelled: the same, of a target whose samples lie in the pool.
-        held_out: the same, with the rows that are held out, for a method that uses them.
-        refuse: kinds that only this site refuses to send.
-    """
-
-    name: str
-    role: Role
+    name: str  # the site's name
+    role: Role  # whether it is a source or a target
+    # (domain, training rows, domain number) of its samples; one part unless the site is a pool
     parts: Sequence[tuple[Domain, Rows, int]]
-    unlabelled: Sequence[tuple[Domain, Rows, int]] = ()
+    unlabelled: Sequence[tuple[Domain, Rows, int]] = ()  # the same, of a target whose samples lie in the pool
+    # the same, with the rows that are held out, for a method that uses them
     held_out: Sequence[tuple[Domain, Rows, int]] = ()
-    refuse: frozenset[str] = frozenset()
+    refuse: frozenset[str] = frozenset()  # kinds that only this site refuses to send
 
 
 @dataclass(frozen=True)
@@ -88,14 +81,10 @@ class SiteRunner:
     ) -> None:
         """Make the site.
 
-        Args:
-            plan: the site's data and role.
-            setting: what all sites of the run have in common.
-            memory: names of site memory that the engine itself uses, beside the method's.
-            network: what `Setting.build_network` gave; sites of one process can share it, since calls train copies.
-
-        Raises:
-            KindRefused: the site refuses a kind that the method declares, and the run may not continue without it.
+        ``setting``: what all sites of the run have in common. ``memory``: names of site memory that the engine itself
+        uses, beside the method's. ``network``: what `Setting.build_network` gave; sites of one process can share it,
+        since calls train copies. Raises KindRefused: the site refuses a kind that the method declares, and the run may
+        not continue without it.
         """
         device = torch.device(setting.device)
         network = (setting.build_network() if network is None else network).to(device)
@@ -133,9 +122,8 @@ class SiteRunner:
     def run(self, call: str, envelope: Envelope, content: Mapping[str, Any]) -> tuple[Reply, int]:
         """Run a call; return its reply and the number of mini-batches it trained on.
 
-        Raises:
-            FedshiftError: the call does not return a `Reply`.
-            KindRefused: the reply holds, or its type promises, a kind that the site refuses to send.
+        Raises FedshiftError: the call does not return a `Reply`. Raises KindRefused: the reply holds, or its type
+        promises, a kind that the site refuses to send.
         """
         self._check_promised(call)
         with self._fork_generators():  # dropout draws from torch's own generators, which `begin` seeds
@@ -151,9 +139,7 @@ class SiteRunner:
     def begin(self, call: str, envelope: Envelope, content: Mapping[str, Any]) -> LocalFit:
         """Run a call up to its training, which the engine does; then `finish` runs the rest.
 
-        Raises:
-            FedshiftError: the call cannot be taken apart.
-            KindRefused: as in `run`.
+        Raises FedshiftError: the call cannot be taken apart. Raises KindRefused: as in `run`.
         """
         self._check_promised(call)
         with self._fork_generators():

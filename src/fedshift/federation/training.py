@@ -216,11 +216,7 @@ class Training(BaseModel):
     def check_one_rate(self, name: str) -> None:
         """Refuse `layer_rates` for a method whose equations hold for one learning rate.
 
-        Args:
-            name: of the method, for the message.
-
-        Raises:
-            UserError: layers have learning rates of their own.
+        Raises UserError: layers have learning rates of their own.
         """
         if self.layer_rates:
             raise UserError(
@@ -231,11 +227,7 @@ class Training(BaseModel):
     def check_whole_batches(self, name: str) -> None:
         """Refuse `accumulate` for a method that takes steps of its own, or whose mini-batches cannot be divided.
 
-        Args:
-            name: of the method, for the message.
-
-        Raises:
-            UserError: mini-batches come in parts.
+        Raises UserError: mini-batches come in parts.
         """
         if self.accumulate > 1:
             raise UserError(f"training.accumulate: {name} needs its mini-batches whole: leave it out")
@@ -251,8 +243,7 @@ class Training(BaseModel):
     def for_classes(self, classes: Sequence[str]) -> Self:
         """These settings with the weights of classes in the order of ``classes``.
 
-        Raises:
-            UserError: a weight is of no class, or there are not as many as classes.
+        Raises UserError: a weight is of no class, or there are not as many as classes.
         """
         weights = self.class_weights
         if isinstance(weights, Mapping):
@@ -267,15 +258,8 @@ class Training(BaseModel):
     def network(self, options: NetworkOptions, input_shape: tuple[int, ...], classes: int, seed: int) -> Network:
         """The network that a run starts from, with its adapters, the learning rates of its layers and its backbone.
 
-        Args:
-            options: the network.
-            input_shape: shape of one sample.
-            classes: number of classes, or of structures for segmentation.
-            seed: what the weights are drawn from.
-
-        Raises:
-            UserError: the network cannot read such samples, cannot have these adapters, or lacks a named layer
-                or a backbone to thaw.
+        ``classes``: number of classes, or of structures for segmentation. Raises UserError: the network cannot read
+        such samples, cannot have these adapters, or lacks a named layer or a backbone to thaw.
         """
         network = models.build(options, input_shape, classes, seed)
         if self.adapters is not None:
@@ -297,13 +281,9 @@ class Training(BaseModel):
     ) -> torch.optim.Optimizer:
         """The optimiser of these settings, over those ``parameters`` that require a gradient.
 
-        Args:
-            parameters: what it trains.
-            lr: the learning rate.
-            factors: of the learning rates of single parameters; each group of the optimiser notes its own as
-                ``factor``. 1 for others.
-            waiting: parameters that are frozen now and train later. They are counted, so that what is remembered of
-                the others fits an optimiser of both.
+        ``factors``: of the learning rates of single parameters; each group of the optimiser notes its own as
+        ``factor``. 1 for others. ``waiting``: parameters that are frozen now and train later. They are counted, so that
+        what is remembered of the others fits an optimiser of both.
         """
         compiler_comes_later()
         by_factor: dict[float, list[Tensor]] = {}

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from fedshift.errors import UserError
 
-_SHORT = 1e-6
-
 
 def cross_layer_attention(
     fused: Sequence[Tensor] | Tensor,
@@ -33,19 +31,12 @@ def cross_layer_attention(
     The maps are never formed, because their means are products of means: ``mean(AᵀB) = Σ_c Ā_c B̄_c`` with Ā_c the mean
     of channel c over positions, and ``mean(ABᵀ) = Σ_p Ã_p B̃_p`` with Ã_p the mean of position p over channels.
 
-    Args:
-        fused: projected features of the fused model, one tensor (n, c, g, w) per layer or all stacked as (R, n, c, g,
-            w).
-        local: features of the local model on the same mini-batch, likewise.
-        position: whether position attention takes part. With both, α is the mean of the two.
-        channel: whether channel attention takes part.
-        scale: divide position scores by √c and channel scores by √d, d = g·w. Not in the paper; raw means saturate the
-            softmax.
-        queries: what stands for ``fused`` in the position attention; none: the same features.
-        keys: what stands for ``local`` there.
-
-    Raises:
-        UserError: shapes differ, or no attention is chosen.
+    ``fused``: projected features of the fused model, one tensor (n, c, g, w) per layer or all stacked as (R, n, c, g,
+    w). ``local``: features of the local model on the same mini-batch, likewise. ``position``: whether position
+    attention takes part. With both, α is the mean of the two. ``channel``: whether channel attention takes part.
+    ``scale``: divide position scores by √c and channel scores by √d, d = g·w. Not in the paper; raw means saturate the
+    softmax. ``queries``: what stands for ``fused`` in the position attention; none: the same features. ``keys``: what
+    stands for ``local`` there. Raises UserError: shapes differ, or no attention is chosen.
 
     Example:
         >>> layers = torch.zeros(2, 4, 3, 2, 2)  # two layers, four samples
@@ -71,40 +62,6 @@ def cross_layer_attention(
             affinity = _product(left.mean(2), right.mean(2))
             scores.append(affinity / d**0.5 if scale else affinity)
         return torch.stack(scores).div_(n).softmax(2).mean(0)
-
-
-def common_positions(queries: Tensor, keys: Tensor, partners: Tensor | None = None) -> Tensor:
-    """How much of an image lies at each position, by what it has in common with an image of its class.
-
-    ``a = softmax_j  k̂_j · mean_i ½(q̂_i + q̂'_i)``, q̂ and k̂ queries and keys of length 1, q̂' those of the partner. One
-    that is shorter than 1e-6 is taken for zero and a constant, since its direction would have any gradient.
-
-    Source: StableFDG (Park et al., NeurIPS 2023), the authors' code: savertm/StableFDG_github, dassl/modeling/ops/
-    cross_attn.py, AFH. It forms all products of two positions, whose mean is the product with a mean.
-
-    Args:
-        queries: q, (n, c, h, w).
-        keys: k, (n, c, h, w).
-        partners: row number of each image's partner, (n,), its own where it has none; None: no image has any.
-
-    Returns:
-        (n, h, w), which sum to 1 in each image.
-
-    Example:
-        >>> maps = torch.tensor([[[[2.0, -1.0]]]])
-        >>> common_positions(maps, maps)
-        tensor([[[0.5000, 0.5000]]])
-    """
-    mean = _directions(queries).mean((2, 3))
-    both = mean if partners is None else (mean + mean[partners]) / 2
-    scores = torch.einsum("nc,nchw->nhw", both, _directions(keys))
-    return scores.flatten(1).softmax(1).view_as(scores)
-
-
-def _directions(maps: Tensor) -> Tensor:
-    """Vectors (n, c, h, w) of length 1 at every position, or 0."""
-    lengths = torch.linalg.vector_norm(maps, dim=1, keepdim=True)
-    return torch.where(lengths > _SHORT, maps / lengths.clamp(min=_SHORT), 0)
 
 
 def _shapes(layers: Sequence[Tensor] | Tensor) -> set[tuple[int, ...]]:

@@ -26,10 +26,9 @@ class MeanAccumulator:
     Float tensors become ``Σ_k w_k t_k / Σ_k w_k``, summed in float64 and cast back. Integer tensors (BatchNorm's
     counters) become their maximum. Inputs are never written into. The mean of equal models is bitwise equal to them.
 
-    Args:
-        bn_merge: ``"mean"`` averages BatchNorm's running variances like weights. ``"moments"`` takes the variance of
-            the mixture (KD3A, Feng et al., ICML 2021, appendix E), ``v* = Σ α_k v_k + Σ α_k (m_k − m*)²`` with
-            ``m* = Σ α_k m_k``. This equals ``Σ α_k (v_k + m_k²) − m*²`` but does not cancel digits.
+    ``bn_merge``: ``"mean"`` averages BatchNorm's running variances like weights. ``"moments"`` takes the variance of
+    the mixture (KD3A, Feng et al., ICML 2021, appendix E), ``v* = Σ α_k v_k + Σ α_k (m_k − m*)²`` with ``m* = Σ α_k
+    m_k``. This equals ``Σ α_k (v_k + m_k²) − m*²`` but does not cancel digits.
 
     Example:
         >>> mean = MeanAccumulator()
@@ -51,13 +50,9 @@ class MeanAccumulator:
     def add(self, weights: Mapping[str, Tensor], weight: float | Mapping[str, float], who: str = "a model") -> None:
         """Add a model.
 
-        Args:
-            weights: its tensors by name.
-            weight: the model's weight, or one for each float tensor. Only ratios matter.
-            who: what a message calls the model.
-
-        Raises:
-            UserError: keys, shapes or types differ from the first model's, or a weight is negative or not finite.
+        ``weights``: its tensors by name. ``weight``: the model's weight, or one for each float tensor. Only ratios
+        matter. ``who``: what a message calls the model. Raises UserError: keys, shapes or types differ from the first
+        model's, or a weight is negative or not finite.
         """
         model = weights if isinstance(weights, NamedTensors) else Weights(weights)
         if self._moments and isinstance(weight, Mapping):
@@ -104,11 +99,8 @@ class MeanAccumulator:
     def result(self, dtype: torch.dtype | None = None) -> Weights:
         """The mean of the models added so far.
 
-        Args:
-            dtype: type of the float tensors; the models' own by default. Pass float64 for a mean that is not rounded.
-
-        Raises:
-            UserError: no model was added, or the weights of a tensor sum to zero.
+        ``dtype``: type of the float tensors; the models' own by default. Pass float64 for a mean that is not rounded.
+        Raises UserError: no model was added, or the weights of a tensor sum to zero.
         """
         if not self._like:
             raise UserError("there is no model to average: not one site replied")
@@ -163,13 +155,9 @@ def weighted_average(
 ) -> Weights:
     """Weighted mean of models in memory: `MeanAccumulator` in one call.
 
-    Args:
-        models: state dicts with the same keys.
-        weights: one number per model, or for each float tensor's key one number per model.
-        bn_merge: as in `MeanAccumulator`.
-
-    Raises:
-        UserError: there are not as many weights as models, or as in `MeanAccumulator`.
+    ``models``: state dicts with the same keys. ``weights``: one number per model, or for each float tensor's key one
+    number per model. ``bn_merge``: as in `MeanAccumulator`. Raises UserError: there are not as many weights as models,
+    or as in `MeanAccumulator`.
 
     Example:
         >>> models = [{"bn.running_mean": torch.tensor([m]), "bn.running_var": torch.tensor([1.0])} for m in (0.0, 2.0)]
@@ -228,37 +216,6 @@ def float64_pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Ten
 def _together(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     left, right = (torch.cat([tensor.reshape(-1) for tensor in side]).double() for side in zip(*pairs, strict=True))
     return left, right
-
-
-def dense_window(losses: Sequence[float], settled: int, patience: int, ratio: float) -> tuple[int | None, int | None]:
-    """The models that SWAD averages, by their validation losses so far (Cha et al., NeurIPS 2021).
-
-    The window begins at the first model whose loss is the least of ``settled`` in a row. It ends before the first
-    ``patience`` losses in a row that are all above the tolerance: ``ratio`` times the mean of the losses with which it
-    began.
-
-    Args:
-        losses: of the models, in order.
-        settled: N_s.
-        patience: N_e.
-        ratio: r, at least 1.
-
-    Returns:
-        The number of the first model, and that of the first one after the window; None where it is not known yet.
-
-    Example:
-        >>> dense_window([5, 2, 3, 4, 9, 9], settled=3, patience=2, ratio=1.5)
-        (1, 4)
-        >>> dense_window([5, 4, 3], settled=3, patience=2, ratio=1.5)
-        (None, None)
-    """
-    runs = range(len(losses) - settled + 1)
-    start = next((first for first in runs if losses[first] == min(losses[first : first + settled])), None)
-    if start is None:
-        return None, None
-    tolerance = ratio * sum(losses[start : start + settled]) / settled
-    ends = range(start + 1, len(losses) - patience + 1)
-    return start, next((end for end in ends if min(losses[end : end + patience]) > tolerance), None)
 
 
 @functools.lru_cache(4096)

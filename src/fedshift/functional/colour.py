@@ -19,14 +19,8 @@ _GREY = (0.2989, 0.587, 0.114)
 def rgb_to_lab(images: Tensor) -> Tensor:
     """Convert sRGB images to L*a*b*.
 
-    Args:
-        images: (n, 3, h, w), values in [0, 1].
-
-    Returns:
-        (n, 3, h, w): L* in [0, 100], a* and b*.
-
-    Raises:
-        UserError: the images do not have three channels.
+    ``images``: (n, 3, h, w), values in [0, 1]. Returns (n, 3, h, w): L* in [0, 100], a* and b*. Raises UserError: the
+    images do not have three channels.
 
     Example:
         >>> rgb_to_lab(torch.ones(1, 3, 1, 1))[0, 0].round()  # white has L* = 100
@@ -44,11 +38,7 @@ def rgb_to_lab(images: Tensor) -> Tensor:
 def lab_to_rgb(images: Tensor) -> Tensor:
     """The inverse of `rgb_to_lab`. Colours that sRGB cannot show fall outside [0, 1].
 
-    Args:
-        images: L*, a* and b*, (n, 3, h, w).
-
-    Raises:
-        UserError: the images do not have three channels.
+    ``images``: L*, a* and b*, (n, 3, h, w). Raises UserError: the images do not have three channels.
 
     Example:
         >>> red = torch.tensor([1.0, 0.0, 0.0]).view(1, 3, 1, 1)

@@ -35,17 +35,11 @@ _LEAST_SHARE = 0.7
 
 @dataclass(frozen=True)
 class NoisySteps:
-    """Training steps of one kind.
+    """Training steps of one kind."""
 
-    Attributes:
-        noise_multiplier: σ: standard deviation of the noise divided by the clipping norm.
-        sample_rate: q: probability with which a unit is in a mini-batch.
-        steps: how many.
-    """
-
-    noise_multiplier: float
-    sample_rate: float
-    steps: int
+    noise_multiplier: float  # σ: standard deviation of the noise divided by the clipping norm
+    sample_rate: float  # q: probability with which a unit is in a mini-batch
+    steps: int  # how many
 
 
 def sample_rate(samples: int, batch_size: int) -> float:
@@ -64,13 +58,9 @@ def clipped_sum(gradients: Sequence[Tensor], clip_norm: float, groups: Tensor | 
     A group counts as one: the mean of its samples' gradients is clipped. So no group weighs more than another, however
     many samples it has. A gradient that is not finite counts as zero.
 
-    Args:
-        gradients: for each parameter the gradients of all samples, (b, …).
-        clip_norm: C.
-        groups: (b,) the number of each sample's group; None: each sample is one of its own.
-
-    Returns:
-        The sum for each parameter. Adding or removing a sample, or a group, changes all of them together by at most C.
+    ``gradients``: for each parameter the gradients of all samples, (b, …). ``clip_norm``: C. ``groups``: (b,) the
+    number of each sample's group; None: each sample is one of its own. Returns the sum for each parameter. Adding or
+    removing a sample, or a group, changes all of them together by at most C.
 
     Example:
         >>> clipped_sum([torch.tensor([[3.0], [0.5]]), torch.tensor([[4.0], [0.0]])], 1.0)
@@ -110,8 +100,7 @@ def epsilon(spent: Sequence[NoisySteps], delta: float) -> float:
     Opacus computes it from the distribution of the privacy loss (Gopi, Lee, Wutschitz: Numerical Composition of
     Differential Privacy, NeurIPS 2021), or above 20 from Rényi divergences, which is faster and gives a larger bound.
 
-    Raises:
-        UserError: Opacus is not installed.
+    Raises UserError: Opacus is not installed.
 
     Example:
         >>> one, four = NoisySteps(1.0, 1.0, 1), NoisySteps(2.0, 1.0, 4)
@@ -139,13 +128,8 @@ def adaptive_epsilon(spent: Iterable[NoisySteps], target: float, delta: float) -
     Individual Privacy Accounting via a Rényi Filter, NeurIPS 2021). The order here is the one at which a budget of
     ``target`` lasts longest under Gaussian noise.
 
-    Args:
-        spent: the steps.
-        target: the ε of the budget; it sets the order, and is no bound of the result.
-        delta: δ.
-
-    Raises:
-        UserError: Opacus is not installed.
+    ``spent``: the steps. ``target``: the ε of the budget; it sets the order, and is no bound of the result. ``delta``:
+    δ. Raises UserError: Opacus is not installed.
 
     Example:
         >>> steps = [NoisySteps(4.0, 0.2, 300)]
@@ -183,14 +167,8 @@ def _by_kind(spent: Iterable[NoisySteps]) -> _Spent:
 def noise_multiplier(target: float, delta: float, rate: float, steps: int) -> float:
     """The smallest σ, to half a percent, with which ``steps`` steps cost at most ε at δ.
 
-    Args:
-        target: ε.
-        delta: δ.
-        rate: q.
-        steps: how many steps, at least 1.
-
-    Raises:
-        UserError: no amount of noise is enough, or Opacus is not installed.
+    ``target``: ε. ``delta``: δ. ``rate``: q. ``steps``: how many steps, at least 1. Raises UserError: no amount of
+    noise is enough, or Opacus is not installed.
 
     Example:
         >>> round(noise_multiplier(2.0, 1e-5, rate=1.0, steps=1), 1)

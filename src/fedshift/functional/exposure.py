@@ -31,15 +31,10 @@ def largest_shares(
     each unit; for the difference of two units; and for what is left of a unit when several that react to fewer samples
     are taken off. Each unit that is taken off has the factor that leaves least, since the attacker may have scaled it.
 
-    Args:
-        contributions: (samples, units), what each sample adds to each unit's update.
-        together: how many units are taken off at once, up to a quarter of the samples.
-        work: numbers that may be looked at for differences of two. A unit is compared with those that are most like it,
-            with all of them where ``work`` allows.
-        of_all: how many times more samples there are than rows; the others count as those that are given.
-
-    Returns:
-        (samples,), in [0, 1].
+    ``contributions``: (samples, units), what each sample adds to each unit's update. ``together``: how many units are
+    taken off at once, up to a quarter of the samples. ``work``: numbers that may be looked at for differences of two. A
+    unit is compared with those that are most like it, with all of them where ``work`` allows. ``of_all``: how many
+    times more samples there are than rows; the others count as those that are given. Returns (samples,), in [0, 1].
 
     Example:
         >>> apart = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # each unit reacts to one sample
@@ -72,11 +67,9 @@ def largest_shares(
 def exposure(shares: Tensor, part: float = 0.02, fewest: int = 10) -> float:
     """The mean of `largest_shares` over the samples that have a part in the update: how far samples stand alone.
 
-    Args:
-        shares: (samples,).
-        part: samples whose largest share is below this have no part. Else a layer that shows a few samples and reacts
-            to no other would look harmless.
-        fewest: the sum is divided by this number at least. In honest training, too, a few samples stand alone.
+    ``shares``: (samples,). ``part``: samples whose largest share is below this have no part. Else a layer that shows a
+    few samples and reacts to no other would look harmless. ``fewest``: the sum is divided by this number at least. In
+    honest training, too, a few samples stand alone.
 
     Example:
         >>> exposure(torch.tensor([1.0] * 20 + [0.0] * 80))

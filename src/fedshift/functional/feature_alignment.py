@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedshift.errors import UserError
-
-
-def mean_over_pairs(features: Sequence[Tensor], distance: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The mean distance over all pairs of domains, a scalar; 0 for a single domain.
-
-    Args:
-        features: one batch (b, d) per domain.
-        distance: of two batches.
-
-    Example:
-        >>> batches = [torch.tensor([[0.0]]), torch.tensor([[1.0]]), torch.tensor([[3.0]])]
-        >>> mean_over_pairs(batches, lambda one, other: (one - other).abs().mean())
-        tensor(2.)
-    """
-    distances = [distance(item, other) for item, other in itertools.combinations(features, 2)]
-    return torch.stack(distances).mean() if distances else features[0].sum() * 0.0
 
 
 def coral_distance(
@@ -36,13 +19,8 @@ def coral_distance(
     Source: Deep CORAL (Sun, Saenko, ECCV 2016 Workshops), equation 1. With ``mean_and_covariance`` it is the sum of the
     mean squared differences of means and of covariances, without the factor 1/4 (DomainBed).
 
-    Args:
-        first: (n, d).
-        second: (m, d).
-        moments: what is compared.
-
-    Raises:
-        UserError: a batch has fewer than two samples.
+    ``first``: (n, d). ``second``: (m, d). ``moments``: what is compared. Raises UserError: a batch has fewer than two
+    samples.
 
     Example:
         >>> coral_distance(torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [5.0]]))  # variances 2 and 8
@@ -67,9 +45,7 @@ def gaussian_discrepancy(features: Sequence[Tensor], kernels: Sequence[float]) -
 
     ``k(a, b) = Σ_g exp(−g ‖a − b‖²)``. Source: Gretton et al., JMLR 2012; kernels as in DomainBed.
 
-    Args:
-        features: one batch (b, d) per domain, of any sizes.
-        kernels: g of each kernel.
+    ``features``: one batch (b, d) per domain, of any sizes. ``kernels``: g of each kernel.
 
     Example:
         >>> gaussian_discrepancy([torch.tensor([[0.0]]), torch.tensor([[1.0]])], kernels=[1.0])  # 2 − 2/e

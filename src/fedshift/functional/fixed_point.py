@@ -18,13 +18,9 @@ FRACTION_BITS = 32
 def to_fixed(numbers: Tensor, terms: int, weight: float = 1.0) -> Tensor:
     """``round(weight · x · 2^32)`` as int64.
 
-    Args:
-        numbers: x, floating point or integers.
-        terms: how many such tensors are added at most; their sum has to fit, too.
-        weight: a factor.
-
-    Raises:
-        FedshiftError: a number is NaN or infinite, or too large for a sum of so many terms.
+    ``numbers``: x, floating point or integers. ``terms``: how many such tensors are added at most; their sum has to
+    fit, too. ``weight``: a factor. Raises FedshiftError: a number is NaN or infinite, or too large for a sum of so many
+    terms.
 
     Example:
         >>> to_fixed(torch.tensor([0.5, -1.0]), terms=2) * 2**-32

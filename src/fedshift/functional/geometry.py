@@ -19,18 +19,10 @@ def affine_matrices(
 
     ``R = [[cos, −sin], [sin, cos]]``, ``H = [[1, h_x], [h_y, 1]]``, ``S = diag(s_x, s_y)``. The image is scaled first.
 
-    Args:
-        angle: radians, clockwise on the screen, (n,).
-        shear: h_x and h_y, (n, 2).
-        scale: s_x and s_y, (n, 2); above 1 the content grows.
-        shift: shares of width and height by which the content moves to the right and down, (n, 2).
-        aspect: width / height of the images. Angles and shears are those of pixels.
-
-    Returns:
-        A⁻¹ (n, 2, 2), and −A⁻¹t (n, 2).
-
-    Raises:
-        UserError: shears with h_x·h_y = 1, or a scale of 0, which have no inverse.
+    ``angle``: radians, clockwise on the screen, (n,). ``shear``: h_x and h_y, (n, 2). ``scale``: s_x and s_y, (n, 2);
+    above 1 the content grows. ``shift``: shares of width and height by which the content moves to the right and down,
+    (n, 2). ``aspect``: width / height of the images. Angles and shears are those of pixels. Returns A⁻¹ (n, 2, 2), and
+    −A⁻¹t (n, 2). Raises UserError: shears with h_x·h_y = 1, or a scale of 0, which have no inverse.
 
     Example:
         >>> zero, none = torch.zeros(1), torch.zeros(1, 2)
@@ -55,9 +47,7 @@ def affine_matrices(
 def resample(images: Tensor, matrices: Tensor) -> Tensor:
     """Images with each output pixel taken from ``matrix·(x, y, 1)``, bilinearly; beyond an edge, the edge's pixel.
 
-    Args:
-        images: (n, c, h, w).
-        matrices: (n, 2, 3).
+    ``images``: (n, c, h, w). ``matrices``: (n, 2, 3).
 
     Example:
         >>> left = torch.tensor([[[1.0, 0.0, 0.5], [0.0, 1.0, 0.0]]])  # a quarter of the width: one of four pixels
@@ -71,10 +61,8 @@ def resample(images: Tensor, matrices: Tensor) -> Tensor:
 def cut_out(images: Tensor, centres: Tensor, side: float) -> Tensor:
     """Images in which one square has the image's mean colour (DeVries & Taylor 2017, where normalised images have 0).
 
-    Args:
-        images: (n, c, h, w).
-        centres: of the squares, as shares of height and width, (n, 2). The part outside of the image is lost.
-        side: of the squares, as a share of the shorter side of the image.
+    ``images``: (n, c, h, w). ``centres``: of the squares, as shares of height and width, (n, 2). The part outside of
+    the image is lost. ``side``: of the squares, as a share of the shorter side of the image.
 
     Example:
         >>> cut_out(torch.tensor([[[[0.0, 0.0, 0.0, 1.0]]]]).expand(1, 1, 4, 4), torch.tensor([[0.75, 0.75]]), side=0.5)

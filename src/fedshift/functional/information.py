@@ -18,12 +18,8 @@ def information_maximisation(logits: Tensor, epsilon: float = 1e-5) -> Tensor:
     It makes each prediction sure and all predictions together diverse. It is 0 when all predictions are alike, and −log
     C (up to ε) when they are one-hot and every class is predicted equally often.
 
-    Args:
-        logits: (n, C). E is the mean over the batch.
-        epsilon: added inside the logarithm.
-
-    Raises:
-        UserError: an empty batch, or another shape.
+    ``logits``: (n, C). E is the mean over the batch. ``epsilon``: added inside the logarithm. Raises UserError: an
+    empty batch, or another shape.
 
     Example:
         >>> information_maximisation(torch.tensor([[9.0, -9.0], [-9.0, 9.0]])).round(decimals=3)  # −ln 2
@@ -52,15 +48,8 @@ def pseudo_labels(features: Tensor, probabilities: Tensor) -> Tensor:
     (object/image_target.py, `obtain_label`). In that for digits (digit/uda_digit.py) its undefined distance wins every
     sample.
 
-    Args:
-        features: (n, d), of all target samples in evaluation mode.
-        probabilities: (n, C), each row a softmax.
-
-    Returns:
-        (n,) int64.
-
-    Raises:
-        UserError: there is no sample, or the numbers of rows differ.
+    ``features``: (n, d), of all target samples in evaluation mode. ``probabilities``: (n, C), each row a softmax.
+    Returns (n,) int64. Raises UserError: there is no sample, or the numbers of rows differ.
 
     Example:
         >>> features = torch.tensor([[5.0, 0.0], [4.0, 0.0], [0.0, 5.0]])
@@ -80,35 +69,10 @@ def pseudo_labels(features: Tensor, probabilities: Tensor) -> Tensor:
 def _nearest(points: Tensor, affinity: Tensor, occupied: Tensor) -> Tensor:
     """The most similar centroid of each point; centroids are means weighted by ``affinity`` (n, C).
 
-    Args:
-        points: (n, d), unit vectors.
-        affinity: (n, C).
-        occupied: the classes that may be chosen, (n,).
+    ``points``: (n, d), unit vectors. ``affinity``: (n, C). ``occupied``: the classes that may be chosen, (n,).
     """
     # Only directions matter, so sums serve as means.
     centroids = functional.normalize(affinity.to(points).T @ points)
     empty = torch.ones(len(centroids), dtype=torch.bool, device=points.device)
     empty[occupied] = False
     return (points @ centroids.T).masked_fill(empty, -math.inf).argmax(1)
-
-
-def mutual_information(scores_joint: Tensor, scores_shuffled: Tensor) -> Tensor:
-    """Lower bound of the mutual information, ``mean T(p, q) − log mean exp T(p, q')``, a scalar in nats.
-
-    The critic T maximises it; FADA's disentangler minimises it. It is a bound over large batches. Adding a constant to
-    all scores changes nothing. Source: MINE (Belghazi et al., ICML 2018), as in FADA.
-
-    Args:
-        scores_joint: T of pairs that belong together, one per pair, any shape.
-        scores_shuffled: T of pairs in which q' comes from another sample. The number may differ.
-
-    Raises:
-        UserError: one of them is empty.
-
-    Example:
-        >>> mutual_information(torch.tensor([1.0, 3.0]), torch.tensor([0.0, 0.0])).round(decimals=4)
-        tensor(2.)
-    """
-    if not scores_joint.numel() or not scores_shuffled.numel():
-        raise UserError("mutual information needs at least one score of joint and one of shuffled pairs")
-    return scores_joint.mean() - scores_shuffled.flatten().logsumexp(0) + math.log(scores_shuffled.numel())

@@ -13,11 +13,8 @@ def irm_penalty(logits: Sequence[Tensor], labels: Sequence[Tensor], *, halves: b
 
     Source: IRM (Arjovsky et al., 2019), IRMv1. The derivative is ``mean Σ_c p_c z_c − z_y``.
 
-    Args:
-        logits: (b, C) of each domain.
-        labels: (b,) of each domain.
-        halves: multiply the derivatives of every second sample and of the others, instead of squaring that of all;
-            for a domain with one sample the square.
+    ``logits``: (b, C) of each domain. ``labels``: (b,) of each domain. ``halves``: multiply the derivatives of every
+    second sample and of the others, instead of squaring that of all; for a domain with one sample the square.
 
     Example:
         >>> irm_penalty([torch.tensor([[1.0, 0.0]])], [torch.tensor([0])])  # (0.7311 − 1)²

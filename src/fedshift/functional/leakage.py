@@ -24,12 +24,8 @@ _K1, _K2 = 0.01, 0.03
 def squared_distance(gradient: Sequence[Tensor], observed: Sequence[Tensor]) -> Tensor:
     """``‖g − g*‖²`` over all parameters together, a scalar (Deep Leakage, equation 4).
 
-    Args:
-        gradient: g, one tensor per parameter.
-        observed: g*, of the same shapes.
-
-    Raises:
-        UserError: the shapes differ.
+    ``gradient``: g, one tensor per parameter. ``observed``: g*, of the same shapes. Raises UserError: the shapes
+    differ.
 
     Example:
         >>> squared_distance([torch.tensor([1.0]), torch.tensor([2.0])], [torch.zeros(1), torch.zeros(1)])
@@ -44,12 +40,8 @@ def cosine_distance(gradient: Sequence[Tensor], observed: Sequence[Tensor]) -> T
 
     The scale of either gradient does not matter. If one of them is zero, the distance is 1.
 
-    Args:
-        gradient: g, one tensor per parameter.
-        observed: g*, of the same shapes.
-
-    Raises:
-        UserError: the shapes differ.
+    ``gradient``: g, one tensor per parameter. ``observed``: g*, of the same shapes. Raises UserError: the shapes
+    differ.
 
     Example:
         >>> cosine_distance([torch.tensor([1.0, 0.0])], [torch.tensor([0.0, 7.0])])
@@ -66,8 +58,7 @@ def cosine_distance(gradient: Sequence[Tensor], observed: Sequence[Tensor]) -> T
 def total_variation(images: Tensor) -> Tensor:
     """Mean absolute difference of neighbouring pixels, down plus across, a scalar (Geiping et al.).
 
-    Args:
-        images: (n, c, h, w).
+    ``images``: (n, c, h, w).
 
     Example:
         >>> total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))
@@ -81,13 +72,8 @@ def total_variation(images: Tensor) -> Tensor:
 def pseudo_gradient(before: Iterable[Tensor], after: Iterable[Tensor], lr: float) -> list[Tensor]:
     """``(θ_before − θ_after) / η`` of each parameter: what a sent model reveals about the gradients in between.
 
-    Args:
-        before: parameters of the model that a site received.
-        after: parameters of the model that it sent.
-        lr: learning rate η, above 0.
-
-    Raises:
-        UserError: the learning rate is not above 0.
+    ``before``: parameters of the model that a site received. ``after``: parameters of the model that it sent. ``lr``:
+    learning rate η, above 0. Raises UserError: the learning rate is not above 0.
 
     Example:
         >>> pseudo_gradient([torch.tensor([1.0])], [torch.tensor([0.5])], lr=0.25)
@@ -104,13 +90,8 @@ def gradients_in_update(steps: int, momentum: float = 0.0, nesterov: bool = Fals
     Step t of T passes on ``Σ_(j ≤ T−t) m^j`` times its gradient. So the sum is ``Σ_(k=1..T) (1 − m^k) / (1 − m)``. With
     Nesterov momentum each gradient counts once, plus m times that sum.
 
-    Args:
-        steps: T, at least 1.
-        momentum: m, in [0, 1).
-        nesterov: whether the optimiser uses Nesterov momentum.
-
-    Raises:
-        UserError: no step, or a momentum outside [0, 1).
+    ``steps``: T, at least 1. ``momentum``: m, in [0, 1). ``nesterov``: whether the optimiser uses Nesterov momentum.
+    Raises UserError: no step, or a momentum outside [0, 1).
 
     Example:
         >>> gradients_in_update(2), gradients_in_update(2, momentum=0.5)  # 2; 1 + 1.5
@@ -130,15 +111,8 @@ def invert_linear(weight_gradient: Tensor, bias_gradient: Tensor) -> Tensor:
     quotient over all units, ``Σ_i b_i W_i / Σ_i b_i²``. With several inputs it is their mean, weighted by how much each
     moved the units.
 
-    Args:
-        weight_gradient: (u, d).
-        bias_gradient: (u,).
-
-    Returns:
-        (d,).
-
-    Raises:
-        UserError: the shapes do not fit, or no bias has a gradient.
+    ``weight_gradient``: (u, d). ``bias_gradient``: (u,). Returns (d,). Raises UserError: the shapes do not fit, or no
+    bias has a gradient.
 
     Example:
         >>> x, errors = torch.tensor([2.0, -1.0]), torch.tensor([0.5, -0.5])
@@ -161,8 +135,7 @@ def infer_label(bias_gradient: Tensor) -> int:
 
     This is exact for cross-entropy, whose gradient there is ``p − 1[c = y]``.
 
-    Args:
-        bias_gradient: (C,).
+    ``bias_gradient``: (C,).
 
     Example:
         >>> infer_label(torch.tensor([0.2, -0.9, 0.7]))
@@ -177,13 +150,8 @@ def infer_labels(bias_gradient: Tensor, probabilities: Tensor, number: int) -> l
     The gradient is ``p̄ − n_c/n``, so class c has about ``n·(p̄_c − g_c)`` samples. Labels are assigned one by one,
     each to the class with the largest number left. For one sample this is `infer_label`.
 
-    Args:
-        bias_gradient: g, (C,).
-        probabilities: p̄ as the attacker estimates it, (C,).
-        number: n.
-
-    Returns:
-        n labels, sorted.
+    ``bias_gradient``: g, (C,). ``probabilities``: p̄ as the attacker estimates it, (C,). ``number``: n. Returns n
+    labels, sorted.
 
     Example:
         >>> infer_labels(torch.tensor([-0.25, -0.25, 0.5]), torch.tensor([0.25, 0.25, 0.5]), number=4)
@@ -200,14 +168,7 @@ def infer_labels(bias_gradient: Tensor, probabilities: Tensor, number: int) -> l
 
 
 def mean_squared_errors(reconstructed: Tensor, originals: Tensor) -> Tensor:
-    """Mean squared error of every pair of samples.
-
-    Args:
-        reconstructed: (n, …).
-        originals: (m, …).
-
-    Returns:
-        (n, m).
+    """Mean squared error of every pair of samples. ``reconstructed``: (n, …). ``originals``: (m, …). Returns (n, m).
 
     Example:
         >>> mean_squared_errors(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0], [0.0, 2.0]])).round(decimals=4)
@@ -221,14 +182,8 @@ def mean_squared_errors(reconstructed: Tensor, originals: Tensor) -> Tensor:
 def best_match(errors: Tensor) -> Tensor:
     """Match each reconstruction to an original: least total error, no original twice.
 
-    Args:
-        errors: (n, m), n ≤ m.
-
-    Returns:
-        Number of the original for each reconstruction, (n,).
-
-    Raises:
-        UserError: there are more reconstructions than originals.
+    ``errors``: (n, m), n ≤ m. Returns number of the original for each reconstruction, (n,). Raises UserError: there are
+    more reconstructions than originals.
 
     Example:
         >>> best_match(torch.tensor([[1.0, 2.0], [0.0, 5.0]]))
@@ -245,9 +200,7 @@ def best_match(errors: Tensor) -> Tensor:
 def psnr(error: float, peak: float = 1.0) -> float:
     """Peak signal-to-noise ratio in dB; infinite for no error.
 
-    Args:
-        error: mean squared error of the values.
-        peak: largest value; values lie in [0, ``peak``].
+    ``error``: mean squared error of the values. ``peak``: largest value; values lie in [0, ``peak``].
 
     Example:
         >>> round(psnr(0.01), 6)
@@ -263,16 +216,8 @@ def ssim(first: Tensor, second: Tensor, peak: float = 1.0) -> Tensor:
     channels. Images below 11 pixels use the largest odd window that fits. Source: Wang, Bovik, Sheikh, Simoncelli (IEEE
     TIP 2004).
 
-    Args:
-        first: (n, c, h, w), values in [0, ``peak``].
-        second: the same shape.
-        peak: largest value.
-
-    Returns:
-        (n,).
-
-    Raises:
-        UserError: the shapes differ, or are not those of images.
+    ``first``: (n, c, h, w), values in [0, ``peak``]. ``second``: the same shape. ``peak``: largest value. Returns (n,).
+    Raises UserError: the shapes differ, or are not those of images.
 
     Example:
         >>> image = torch.arange(256.0).view(1, 1, 16, 16) / 255
@@ -306,12 +251,7 @@ def ssim(first: Tensor, second: Tensor, peak: float = 1.0) -> Tensor:
 def correlation(first: Tensor, second: Tensor) -> Tensor:
     """Pearson's correlation of each pair of samples; 0 where one of them is constant.
 
-    Args:
-        first: (n, …).
-        second: the same shape.
-
-    Returns:
-        (n,).
+    ``first``: (n, …). ``second``: the same shape. Returns (n,).
 
     Example:
         >>> correlation(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[6.0, 4.0, 2.0]])).round(decimals=4)

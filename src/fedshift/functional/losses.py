@@ -10,15 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedshift.errors import UserError
-from fedshift.functional.segmentation import dice_loss
 
 
 def task_loss(scores: Tensor, targets: Tensor) -> Tensor:
     """The loss of the task: cross-entropy in nats for classes, Dice loss of the sigmoid for masks.
 
-    Args:
-        scores: logits, (n, C) for classes or (n, C, h, w) for masks.
-        targets: class numbers (n,), or masks (n, C, h, w) of 0 and 1.
+    ``scores``: logits, (n, C) for classes or (n, C, h, w) for masks. ``targets``: class numbers (n,), or masks (n, C,
+    h, w) of 0 and 1.
 
     Example:
         >>> task_loss(torch.zeros(1, 2), torch.tensor([0]))
@@ -37,15 +35,9 @@ def smoothed_cross_entropy(
 ) -> Tensor:
     """Cross-entropy with smoothed labels, mean over the batch, in nats.
 
-    Args:
-        logits: (n, C).
-        labels: (n,) class numbers.
-        smoothing: α or ε, in [0, 1].
-        form: ``"uniform"`` has targets ``(1−α)·1[c=y] + α/C`` (CSAC, SHOT). ``"others"`` has ``1−ε`` for the label and
-            ``ε/(C−1)`` for every other class (FedADG).
-
-    Raises:
-        UserError: ``smoothing`` is outside [0, 1], or ``"others"`` with a single class.
+    ``logits``: (n, C). ``labels``: (n,) class numbers. ``smoothing``: α or ε, in [0, 1]. ``form``: ``"uniform"`` has
+    targets ``(1−α)·1[c=y] + α/C`` (CSAC, SHOT). ``"others"`` has ``1−ε`` for the label and ``ε/(C−1)`` for every other
+    class (FedADG). Raises UserError: ``smoothing`` is outside [0, 1], or ``"others"`` with a single class.
 
     Example:
         >>> logits, labels = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
@@ -70,13 +62,8 @@ def smoothed_cross_entropy(
 def proximal_penalty(parameters: Iterable[tuple[str, Tensor]], reference: Mapping[str, Tensor], mu: float) -> Tensor:
     """FedProx's penalty ``μ/2 · ‖w − w_global‖²``, with gradient ``μ(w − w_global)`` (Li et al., MLSys 2020, eq. 2).
 
-    Args:
-        parameters: ``module.named_parameters()``. Buffers are not pulled.
-        reference: the global model's state dict.
-        mu: μ.
-
-    Raises:
-        UserError: there are no parameters, or ``reference`` lacks one.
+    ``parameters``: ``module.named_parameters()``. Buffers are not pulled. ``reference``: the global model's state dict.
+    ``mu``: μ. Raises UserError: there are no parameters, or ``reference`` lacks one.
 
     Example:
         >>> proximal_penalty([("w", torch.tensor([3.0]))], {"w": torch.tensor([1.0])}, mu=0.5)
@@ -95,12 +82,7 @@ def proximal_penalty(parameters: Iterable[tuple[str, Tensor]], reference: Mappin
 def entropy(probabilities: Tensor, epsilon: float = 1e-5) -> Tensor:
     """Entropy ``−Σ_c p_c log(p_c + ε)`` of each row, in nats. ε keeps gradients finite (SHOT's released code).
 
-    Args:
-        probabilities: (…, C).
-        epsilon: ε.
-
-    Returns:
-        (…).
+    ``probabilities``: (…, C). ``epsilon``: ε. Returns (…).
 
     Example:
         >>> entropy(torch.tensor([0.7, 0.2, 0.1]), epsilon=0.0)
@@ -112,11 +94,7 @@ def entropy(probabilities: Tensor, epsilon: float = 1e-5) -> Tensor:
 def entropy_of_logits(logits: Tensor) -> Tensor:
     """Entropy ``−Σ_c p_c log p_c`` of each row's softmax, in nats. Finite for all logits without an ε.
 
-    Args:
-        logits: (…, C).
-
-    Returns:
-        (…).
+    ``logits``: (…, C). Returns (…).
 
     Example:
         >>> entropy_of_logits(torch.zeros(4))  # ln 4
@@ -126,56 +104,22 @@ def entropy_of_logits(logits: Tensor) -> Tensor:
     return -(log_probabilities.exp() * log_probabilities).sum(-1)
 
 
-def inverse_frequencies(numbers: Tensor, classes: int) -> Tensor:
-    """``w_c ∝ 1/n_c``, with sum 1: what makes classes of unequal size count alike. An absent class has weight 0.
+def dice_loss(probabilities: Tensor, masks: Tensor, epsilon: float = 1e-5) -> Tensor:
+    """Dice loss ``1 − (1/C) Σ_c (2 Σ s·t + ε)/(Σ s + Σ t + ε)``, a scalar (ELCFS).
 
-    Source: DGER (Zhao et al., NeurIPS 2020).
+    The sums run over the whole batch, for each structure c.
 
-    Args:
-        numbers: the class of each sample, (n,).
-        classes: C.
-
-    Returns:
-        (C,), in the default type of numbers.
+    ``probabilities``: s in [0, 1], (n, C, …). ``masks``: t, the same shape. ``epsilon``: ε. Raises UserError: the
+    shapes differ.
 
     Example:
-        >>> inverse_frequencies(torch.tensor([0, 0, 0, 1]), classes=3)
-        tensor([0.2500, 0.7500, 0.0000])
+        >>> masks = torch.tensor([1.0, 0.0, 1.0]).view(1, 1, 3)
+        >>> dice_loss(torch.tensor([0.8, 0.2, 0.6]).view(1, 1, 3), masks).round(decimals=4)
+        tensor(0.2222)
     """
-    counts = torch.bincount(numbers, minlength=classes).to(torch.get_default_dtype())
-    inverse = torch.where(counts > 0, 1 / counts.clamp_min(1), 0.0)
-    return inverse / inverse.sum()
-
-
-def calibrated_scores(scores: Tensor, counts: Tensor, strength: float) -> Tensor:
-    """``f_c − τ·n_c^{−1/4}``: scores lowered the more, the fewer samples their class has here.
-
-    Source: FedLC (Zhang et al., ICML 2022), the calibrated logits.
-
-    Args:
-        scores: f, (n, C).
-        counts: n_c, the samples of each class, (C,). A class without any has the score −∞.
-        strength: τ; 0 leaves the scores as they are.
-
-    Example:
-        >>> calibrated_scores(torch.zeros(1, 3), torch.tensor([1, 16, 0]), strength=2.0)
-        tensor([[-2., -1., -inf]])
-    """
-    return scores if strength == 0 else scores - strength * counts.to(scores.dtype) ** -0.25
-
-
-def balanced_scores(scores: Tensor, counts: Tensor, strength: float = 1.0) -> Tensor:
-    """``f_c + γ·log n_c``: cross-entropy of these is the balanced softmax loss, in which classes count alike.
-
-    Sources: Ren et al. (NeurIPS 2020); FedROD (Chen and Chao, ICLR 2022).
-
-    Args:
-        scores: f, (n, C).
-        counts: n_c, the samples of each class, (C,). A class without any has the score −∞.
-        strength: γ; 0 leaves the scores as they are.
-
-    Example:
-        >>> balanced_scores(torch.zeros(1, 3), torch.tensor([1, 16, 0]))
-        tensor([[0.0000, 2.7726,   -inf]])
-    """
-    return scores if strength == 0 else scores + strength * counts.to(scores.dtype).log()
+    if probabilities.shape != masks.shape:
+        raise UserError(f"predictions {tuple(probabilities.shape)} and masks {tuple(masks.shape)} differ in shape")
+    axes = [axis for axis in range(probabilities.dim()) if axis != 1]
+    both = (probabilities * masks).sum(axes)
+    sizes = probabilities.sum(axes) + masks.sum(axes)
+    return 1 - ((2 * both + epsilon) / (sizes + epsilon)).mean()

@@ -19,12 +19,8 @@ def scaled_confidence(logits: Tensor, labels: Tensor) -> Tensor:
 
     It is computed as z_y − log Σ_{c≠y} exp z_c, which is finite also where p is rounded to 1.
 
-    Args:
-        logits: z, (n, C), or logarithms of probabilities; C at least 2.
-        labels: y, (n,).
-
-    Returns:
-        φ, (n,), in float64.
+    ``logits``: z, (n, C), or logarithms of probabilities; C at least 2. ``labels``: y, (n,). Returns φ, (n,), in
+    float64.
 
     Example:
         >>> scaled_confidence(torch.tensor([[2.0, 0.5], [100.0, 0.0]]), torch.tensor([0, 1]))
@@ -40,13 +36,9 @@ def likelihood_ratios(confidence: Tensor, shadows: Tensor, members: Tensor) -> T
     Shadow models with the sample give μ_in and σ²_in, those without it μ_out and σ²_out. Fewer shadow models than
     `PER_SAMPLE` have one σ²_in and one σ²_out for all samples.
 
-    Args:
-        confidence: φ under the models that are attacked, (models, samples).
-        shadows: φ under the shadow models, (shadows, samples).
-        members: which samples trained which shadow model, (shadows, samples), bool.
-
-    Returns:
-        (models, samples): above 0 for what is likelier a member. 0 where no shadow model has the sample, or all have.
+    ``confidence``: φ under the models that are attacked, (models, samples). ``shadows``: φ under the shadow models,
+    (shadows, samples). ``members``: which samples trained which shadow model, (shadows, samples), bool. Returns
+    (models, samples): above 0 for what is likelier a member. 0 where no shadow model has the sample, or all have.
 
     Example:
         >>> shadows = torch.tensor([[2.0], [4.0], [0.0], [-2.0]], dtype=torch.float64)
@@ -77,13 +69,9 @@ def found_at(scores: Tensor, members: Tensor, rate: float) -> tuple[int, int]:
     The threshold for each model is the lowest score at which the other models have no more false positives than that.
     So what is counted was not used to choose it.
 
-    Args:
-        scores: (models, samples), higher for likelier members; at least two models.
-        members: (models, samples), bool.
-        rate: the rate of false positives that is aimed at.
-
-    Returns:
-        The true and the false positives, over all models.
+    ``scores``: (models, samples), higher for likelier members; at least two models. ``members``: (models, samples),
+    bool. ``rate``: the rate of false positives that is aimed at. Returns the true and the false positives, over all
+    models.
 
     Example:
         >>> scores = torch.tensor([[1.0, 2.0, 3.0, 9.0], [1.0, 2.0, 3.0, 9.0]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,9 @@ def inner_step(
 
     Sources: Finn et al. (ICML 2017); Liu et al. (CVPR 2021).
 
-    Args:
-        parameters: θ by name.
-        gradients: g, in the same order.
-        rate: β.
-        clip: bound of each entry of g; none by default.
-        second_order: keep the graph of g, so that a gradient taken at θ̂ flows through it. Otherwise g is a constant
-            and ``∂L(θ̂)/∂θ = ∂L/∂θ̂``.
+    ``parameters``: θ by name. ``gradients``: g, in the same order. ``rate``: β. ``clip``: bound of each entry of g;
+    none by default. ``second_order``: keep the graph of g, so that a gradient taken at θ̂ flows through it. Otherwise g
+    is a constant and ``∂L(θ̂)/∂θ = ∂L/∂θ̂``.
 
     Example:
         >>> inner_step({"w": torch.tensor([1.0, 1.0])}, [torch.tensor([9.0, 0.5])], rate=0.1, clip=1.0)
@@ -52,12 +48,9 @@ def answer_at(
 
     A virtual step is a thought of the method's, so BatchNorm uses its batch and learns nothing of it.
 
-    Args:
-        module: In training or evaluation mode, which holds.
-        parameters: In place of its own, by name; those that are not named are its own.
-        inputs: What it is asked.
-        part: The submodule that is asked, with the parameters below it; None: the module.
-        counts: Whether running statistics follow this pass, too.
+    ``module``: in training or evaluation mode, which holds. ``parameters``: in place of its own, by name; those that
+    are not named are its own. ``inputs``: what it is asked. ``part``: the submodule that is asked, with the parameters
+    below it; None: the module. ``counts``: whether running statistics follow this pass, too.
 
     Example:
         >>> layer = nn.Linear(1, 1, bias=False)
@@ -71,86 +64,14 @@ def answer_at(
     return functional_call(asked, {**kept, **given}, (inputs,))
 
 
-def hessian_product(
-    loss_at: Callable[[Mapping[str, Tensor]], Tensor],
-    parameters: Mapping[str, Tensor],
-    direction: Mapping[str, Tensor],
-    difference: float = 1e-3,
-) -> dict[str, Tensor]:
-    """``(∇L(θ + δv) − ∇L(θ − δv)) / (2δ)``: about ``∇²L(θ) v`` without second derivatives.
-
-    Source: Fallah et al. (NeurIPS 2020), section 5, Per-FedAvg (HF).
-
-    Args:
-        loss_at: L as a function of parameters by name.
-        parameters: θ.
-        direction: v, with the same names.
-        difference: δ.
-
-    Example:
-        >>> cube = lambda at: at["w"].pow(3).sum()
-        >>> hessian_product(cube, {"w": torch.tensor([2.0])}, {"w": torch.tensor([1.0])}, difference=0.5)
-        {'w': tensor([12.])}
-    """
-    slopes = []
-    for step in (difference, -difference):
-        at = {name: (value + step * direction[name]).detach().requires_grad_() for name, value in parameters.items()}
-        slopes.append(torch.autograd.grad(loss_at(at), list(at.values())))
-    return {name: (above - below) / (2 * difference) for name, above, below in zip(parameters, *slopes, strict=True)}
-
-
-def clipped_by_norm(gradients: Sequence[Tensor], largest: float) -> list[Tensor]:
-    """Each tensor scaled to at most this Euclidean norm: ``g · min(1, c/‖g‖)`` (MASF's released code).
-
-    Args:
-        gradients: g.
-        largest: c.
-
-    Example:
-        >>> clipped_by_norm([torch.tensor([3.0, 4.0]), torch.tensor([0.1])], largest=1.0)
-        [tensor([0.6000, 0.8000]), tensor([0.1000])]
-    """
-    return [gradient * (largest / gradient.norm().clamp_min(largest)) for gradient in gradients]
-
-
-def utility(before: Tensor, after: Tensor) -> Tensor:
-    """``tanh(L(θ_old) − L(θ_new))``: what an auxiliary loss was good for on other data (Feature-Critic, equation 4).
-
-    Args:
-        before: The loss after a step without the auxiliary loss.
-        after: The loss after a step with it.
-
-    Example:
-        >>> utility(torch.tensor(1.5), torch.tensor(1.0))
-        tensor(0.4621)
-    """
-    return (before - after).tanh()
-
-
-def weighted_l1(parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """``R_φ(θ) = Σ_i φ_i |θ_i|`` (MetaReg, section 3.3).
-
-    Args:
-        parameters: θ.
-        weights: φ, in the same shapes.
-
-    Example:
-        >>> weighted_l1([torch.tensor([1.0, -2.0])], [torch.tensor([0.5, 0.25])])
-        tensor(1.)
-    """
-    return torch.stack([(w * p.abs()).sum() for p, w in zip(parameters, weights, strict=True)]).sum()
-
-
 def with_gradient(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
     """A scalar whose gradient by ``parameters`` is already known.
 
     The backward pass hands the known gradients on and computes nothing. So a loss whose gradient the inner step needed
     is not differentiated twice.
 
-    Args:
-        value: the scalar.
-        parameters: what it was differentiated by.
-        gradients: its gradient by each of them; None: it does not depend on it.
+    ``value``: the scalar. ``parameters``: what it was differentiated by. ``gradients``: its gradient by each of them;
+    None: it does not depend on it.
 
     Example:
         >>> w = torch.tensor([1.0], requires_grad=True)

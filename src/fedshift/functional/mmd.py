@@ -28,16 +28,9 @@ def multi_kernel_mmd(
 ) -> Tensor:
     """Squared MMD between two batches, a scalar: `weighted_multi_kernel_mmd` of two single layers.
 
-    Args:
-        source: (n, f).
-        target: (n, f).
-        multipliers: as in `weighted_multi_kernel_mmd`.
-        estimator: as in `weighted_multi_kernel_mmd`.
-        constant: as in `weighted_multi_kernel_mmd`.
-        bandwidth: a scalar; as in `weighted_multi_kernel_mmd`.
-
-    Raises:
-        UserError: other shapes, or as in `weighted_multi_kernel_mmd`.
+    ``source``: (n, f). ``target``: (n, f). ``multipliers``: as in `weighted_multi_kernel_mmd`. ``estimator``: as in
+    `weighted_multi_kernel_mmd`. ``constant``: as in `weighted_multi_kernel_mmd`. ``bandwidth``: a scalar; as in
+    `weighted_multi_kernel_mmd`. Raises UserError: other shapes, or as in `weighted_multi_kernel_mmd`.
 
     Example:
         >>> source, target = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [5.0]])
@@ -67,25 +60,15 @@ def weighted_multi_kernel_mmd(
     Each layer's own distances are computed once, those between layers in one matrix product, and the gradient together
     with the value. First derivatives only. Half precision is computed in float32.
 
-    Args:
-        source: (R, n, f).
-        target: (S, n, f).
-        weights: (R, S), constant for back-propagation.
-        multipliers: a_u, positive.
-        estimator: ``"unbiased"``, as in the released code, is
-            ``1/(n(n−1)) Σ_{i≠j} [k(s_i,s_j) + k(t_i,t_j)] − 2/n² Σ_{ij} k(s_i,t_j)``. It is not 0 for equal batches,
-            and can be negative. ``"biased"`` is ``mean k_ss + mean k_tt − 2 mean k_st``: at least 0, and 0 for equal
-            batches. With n = 1 the biased value is returned, since the other is not defined.
-        constant: add the released code's ``2/(n−1)`` to the unbiased estimate. It has no gradient.
-        bandwidth: (R, S). By default the mean of ‖z_i − z_j‖² over all (2n)² pairs of the two layers' rows, the zeros
-            of the diagonal included. Constant for back-propagation. Where it is zero up to rounding (all rows equal),
-            every kernel is 1 and the gradient is 0.
-
-    Returns:
-        Σ weights · MMD², a scalar.
-
-    Raises:
-        UserError: empty batches, unequal n or f, multipliers that are not positive, or weights of another shape.
+    ``source``: (R, n, f). ``target``: (S, n, f). ``weights``: (R, S), constant for back-propagation. ``multipliers``:
+    a_u, positive. ``estimator``: ``"unbiased"``, as in the released code, is ``1/(n(n−1)) Σ_{i≠j} [k(s_i,s_j) +
+    k(t_i,t_j)] − 2/n² Σ_{ij} k(s_i,t_j)``. It is not 0 for equal batches, and can be negative. ``"biased"`` is ``mean
+    k_ss + mean k_tt − 2 mean k_st``: at least 0, and 0 for equal batches. With n = 1 the biased value is returned,
+    since the other is not defined. ``constant``: add the released code's ``2/(n−1)`` to the unbiased estimate. It has
+    no gradient. ``bandwidth``: (R, S). By default the mean of ‖z_i − z_j‖² over all (2n)² pairs of the two layers'
+    rows, the zeros of the diagonal included. Constant for back-propagation. Where it is zero up to rounding (all rows
+    equal), every kernel is 1 and the gradient is 0. Returns Σ weights · MMD², a scalar. Raises UserError: empty
+    batches, unequal n or f, multipliers that are not positive, or weights of another shape.
 
     Example:
         >>> layers = torch.tensor([[[0.0], [2.0]], [[1.0], [5.0]]])
@@ -192,9 +175,8 @@ def _kernels(inside: Tensor, across: Tensor, inverse: Tensor, multipliers: tuple
 
     Only the widest kernel needs exponentials: a_u/3 cubes it, as any smaller multiplier is a power.
 
-    Returns:
-        Each (3, R·S·n²): among the rows of the source and of the target, (R, S, n, n) each, then between them,
-        (R, n, S, n).
+    Returns each (3, R·S·n²): among the rows of the source and of the target, (R, S, n, n) each, then between them, (R,
+    n, S, n).
     """
     sources, n, targets, _ = across.shape
     widths = tuple(sorted(multipliers, reverse=True))
@@ -222,11 +204,8 @@ def _factors(widths: tuple[float, ...], dtype: torch.dtype, device: torch.device
 def _gradient(rows: Tensor, slopes: Tensor, within: Tensor, between: Tensor) -> Tensor:
     """The gradient by all layers ``rows`` (R + S, n, f).
 
-    Args:
-        rows: all layers.
-        slopes: as of `_kernels`.
-        within: (R, S), −4 times c of the kernels within layers, times the inverse bandwidth.
-        between: (R, S), −2 times that of the kernels between layers.
+    ``rows``: all layers. ``slopes``: as of `_kernels`. ``within``: (R, S), −4 times c of the kernels within layers,
+    times the inverse bandwidth. ``between``: (R, S), −2 times that of the kernels between layers.
     """
     (sources, targets), (layers, n, width) = within.shape, rows.shape
     slopes = slopes.view(3, sources, targets, n * n)

@@ -48,12 +48,8 @@ def change_of_one_row(columns: int) -> float:
 def possible(sums: Floats, rows: int) -> Floats:
     """Noisy sums as sums that columns of so many rows can have. It looks at nothing but the noisy sums.
 
-    Args:
-        sums: count, total and squares of each column, (columns, 3), of values in [-1, 1].
-        rows: number of rows, which is public.
-
-    Returns:
-        (columns, 3). Counts are whole numbers from 1 to ``rows``.
+    ``sums``: count, total and squares of each column, (columns, 3), of values in [-1, 1]. ``rows``: number of rows,
+    which is public. Returns (columns, 3). Counts are whole numbers from 1 to ``rows``.
 
     Example:
         >>> possible(np.array([[7.6, 9.0, -1.0]]), 10).tolist()

@@ -34,10 +34,8 @@ def edges(threshold: float) -> Floats:
 def cells(scores: npt.ArrayLike, labels: npt.ArrayLike, threshold: float = 0.5) -> tuple[Whole, int]:
     """The cell of each sample (n,), and how many cells there are.
 
-    Args:
-        scores: probabilities (n, classes).
-        labels: class numbers (n,).
-        threshold: of two classes, the score from which the second one is called.
+    ``scores``: probabilities (n, classes). ``labels``: class numbers (n,). ``threshold``: of two classes, the score
+    from which the second one is called.
 
     Example:
         >>> cells([[0.95, 0.05], [0.2, 0.8]], [0, 1])

@@ -25,10 +25,8 @@ _PIECE = 1 << 15  # numbers: a quarter of a megabyte, which stays in the process
 def add_stream(numbers: Tensor, seed: bytes, sign: int = 1) -> None:
     """Add (or with ``sign`` −1, take off) the key stream of ChaCha20 under ``seed``, in place.
 
-    Args:
-        numbers: int64 (n,), contiguous.
-        seed: 32 bytes, for one stream only: the nonce is always zero.
-        sign: 1 or −1.
+    ``numbers``: int64 (n,), contiguous. ``seed``: 32 bytes, for one stream only: the nonce is always zero. ``sign``: 1
+    or −1.
 
     Example:
         >>> numbers = torch.tensor([1, 2])
@@ -55,11 +53,8 @@ def add_stream(numbers: Tensor, seed: bytes, sign: int = 1) -> None:
 def add_masks(numbers: Tensor, site: str, own_seed: bytes, pair_seeds: Mapping[str, bytes]) -> Tensor:
     """y_u: a site's numbers under its masks.
 
-    Args:
-        numbers: x_u, int64 (n,).
-        site: u.
-        own_seed: b_u.
-        pair_seeds: s_uv by the name of v. Sites are ordered by name.
+    ``numbers``: x_u, int64 (n,). ``site``: u. ``own_seed``: b_u. ``pair_seeds``: s_uv by the name of v. Sites are
+    ordered by name.
 
     Example:
         >>> first = add_masks(torch.tensor([1]), "a", b"1" * 32, {"b": b"p" * 32})
@@ -83,10 +78,8 @@ def unmask(
 ) -> None:
     """Take the masks off a sum of masked inputs, in place.
 
-    Args:
-        total: Σ y_u over the sites that answered, int64 (n,).
-        own_seeds: b_u of each of these.
-        pair_seeds: s_uv by (u, v): u answered, v of the roster did not.
+    ``total``: Σ y_u over the sites that answered, int64 (n,). ``own_seeds``: b_u of each of these. ``pair_seeds``: s_uv
+    by (u, v): u answered, v of the roster did not.
 
     Example:
         >>> total = add_masks(torch.tensor([1]), "a", b"1" * 32, {"b": b"p" * 32})

@@ -22,16 +22,10 @@ def wrong_labels(
     With one seed, the wrong labels of a smaller fraction are among those of a larger one. The same samples stay wrong
     in every epoch. In the released code they change, since it takes the first samples of each mini-batch.
 
-    Args:
-        labels: (n,), 0 to ``classes`` − 1.
-        fraction: share of wrong labels, in [0, 1].
-        classes: number of classes, at least 2.
-        seed: seed of the choice.
-        rule: ``"uniform"`` draws each wrong label from the other classes. ``"shift"`` takes the next class, and the
-            first after the last.
-
-    Raises:
-        UserError: a fraction outside [0, 1], fewer than 2 classes, or labels out of range.
+    ``labels``: (n,), 0 to ``classes`` − 1. ``fraction``: share of wrong labels, in [0, 1]. ``classes``: number of
+    classes, at least 2. ``seed``: seed of the choice. ``rule``: ``"uniform"`` draws each wrong label from the other
+    classes. ``"shift"`` takes the next class, and the first after the last. Raises UserError: a fraction outside [0,
+    1], fewer than 2 classes, or labels out of range.
 
     Example:
         >>> labels = np.zeros(10, dtype=np.int64)

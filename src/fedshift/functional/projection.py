@@ -28,15 +28,9 @@ def projection_layer(
     viewed as a map. Other networks than the paper's have two further shapes: volumes (c, d, h, w) are averaged over
     their depth, and sequences (c, l) are maps of height 1.
 
-    Args:
-        shape: shape of one sample's features.
-        channels: channels of the result.
-        size: height and width of the result.
-        generator: generator of the initial weights; PyTorch's global one by default.
-        reduction: as in `projection_convolution`.
-
-    Raises:
-        UserError: any other shape.
+    ``shape``: shape of one sample's features. ``channels``: channels of the result. ``size``: height and width of the
+    result. ``generator``: generator of the initial weights; PyTorch's global one by default. ``reduction``: as in
+    `projection_convolution`. Raises UserError: any other shape.
 
     Example:
         >>> projection_layer((10,), 32, (7, 7))(torch.zeros(2, 10)).shape
@@ -93,16 +87,10 @@ def projection_convolution(
     steps by r = ⌊s/t⌋ with kernel s − (t − 1)·r, which covers each position about once: 3×3 with stride 3 there.
     ``pooled`` reduces every map by adaptive average pooling and a 1×1 convolution.
 
-    Args:
-        in_channels: channels of the features.
-        size_from: their height and width.
-        channels: channels of the result.
-        size_to: its height and width.
-        generator: generator of the initial weights (PyTorch's default distribution); PyTorch's global one by default.
-        reduction: how a larger map is reduced.
-
-    Raises:
-        UserError: a size below 1.
+    ``in_channels``: channels of the features. ``size_from``: their height and width. ``channels``: channels of the
+    result. ``size_to``: its height and width. ``generator``: generator of the initial weights (PyTorch's default
+    distribution); PyTorch's global one by default. ``reduction``: how a larger map is reduced. Raises UserError: a size
+    below 1.
 
     Example:
         >>> projection_convolution(256, (14, 14), 32, (7, 7))

@@ -33,12 +33,8 @@ def inverse_power(
 ) -> float:
     """``lr₀·(1 + γp)^(−power)`` with γ = 10 and power 0.75 (DANN, Ganin et al., JMLR 2016; SHOT; MDFNet).
 
-    Args:
-        progress: p.
-        start: lr₀.
-        gamma: γ.
-        power: the exponent.
-        clamp: whether progress outside [0, 1] counts as the nearer end. Without it p may be the number of a round.
+    ``progress``: p. ``start``: lr₀. ``gamma``: γ. ``power``: the exponent. ``clamp``: whether progress outside [0, 1]
+    counts as the nearer end. Without it p may be the number of a round.
 
     Example:
         >>> [round(inverse_power(progress, start=1.0), 4) for progress in (0.0, 0.5, 1.0)]
@@ -52,10 +48,7 @@ def warm_up(progress: float, share: float, start: float = 0.01) -> float:
 
     It does not start at 0, so that no step is lost (Goyal et al. 2017, section 2.2, there from 1/k with k workers).
 
-    Args:
-        progress: p.
-        share: w, above 0.
-        start: g.
+    ``progress``: p. ``share``: w, above 0. ``start``: g.
 
     Example:
         >>> [round(warm_up(progress, share=0.1), 4) for progress in (0.0, 0.05, 0.1, 0.5)]
@@ -72,16 +65,6 @@ def ramp(progress: float, gamma: float = 10.0) -> float:
         [0.0, 0.4621, 0.9999]
     """
     return math.tanh(gamma * _clamp(progress) / 2)
-
-
-def sigmoid_ramp(progress: float) -> float:
-    """``exp(−5(1 − p)²)``: a weight that grows from 0.0067 to 1 (Laine & Aila, ICLR 2017; FACT).
-
-    Example:
-        >>> [round(2 * sigmoid_ramp(epoch / 5), 6) for epoch in range(6)]
-        [0.013476, 0.081524, 0.330598, 0.898658, 1.637462, 2.0]
-    """
-    return math.exp(-5 * (1 - _clamp(progress)) ** 2)
 
 
 def _clamp(progress: float) -> float:

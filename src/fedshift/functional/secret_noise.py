@@ -19,12 +19,8 @@ SECRET_BYTES = 32
 class SecretStream:
     """An endless stream of random numbers for one purpose. The same secret and purpose give the same numbers.
 
-    Args:
-        secret: 32 bytes of the operating system.
-        purpose: what the numbers are for; each purpose has a key of its own, HMAC-SHA256(secret, purpose).
-
-    Raises:
-        UserError: the package cryptography is not installed.
+    ``secret``: 32 bytes of the operating system. ``purpose``: what the numbers are for; each purpose has a key of its
+    own, HMAC-SHA256(secret, purpose). Raises UserError: the package cryptography is not installed.
 
     Example:
         >>> one, again, other = (SecretStream(b"s" * 32, purpose) for purpose in ("noise", "noise", "batches"))

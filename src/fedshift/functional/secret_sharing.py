@@ -21,10 +21,7 @@ SHARE_BYTES = 33
 def split_secret(secret: bytes, holders: int, threshold: int) -> list[bytes]:
     """Shares of a secret: the values at 1, 2, … of a random polynomial of degree ``threshold − 1`` through it.
 
-    Args:
-        secret: 32 bytes.
-        holders: how many shares.
-        threshold: how many of them are needed, 1 to ``holders``.
+    ``secret``: 32 bytes. ``holders``: how many shares. ``threshold``: how many of them are needed, 1 to ``holders``.
 
     Example:
         >>> shares = split_secret(b"x" * 32, holders=3, threshold=2)
@@ -40,12 +37,8 @@ def split_secret(secret: bytes, holders: int, threshold: int) -> list[bytes]:
 def join_shares(shares: Mapping[int, bytes], threshold: int) -> bytes:
     """The secret that shares belong to. Shares beyond the threshold are checked against it.
 
-    Args:
-        shares: the share at each place, 1 to the number of holders.
-        threshold: as in `split_secret`.
-
-    Raises:
-        FedshiftError: there are too few shares, or they do not fit together.
+    ``shares``: the share at each place, 1 to the number of holders. ``threshold``: as in `split_secret`. Raises
+    FedshiftError: there are too few shares, or they do not fit together.
 
     Example:
         >>> line = {1: (5).to_bytes(33), 2: (7).to_bytes(33)}  # 3 + 2x

@@ -20,12 +20,7 @@ from fedshift.errors import UserError
 def amplitude(images: Tensor, axes: int = 2) -> Tensor:
     """Amplitude ``A = |F(x)|`` per channel, in units of the pixels times H·W.
 
-    Args:
-        images: (…, H, W).
-        axes: how many of the last axes are space.
-
-    Returns:
-        (…, H, ⌊W/2⌋ + 1).
+    ``images``: (…, H, W). ``axes``: how many of the last axes are space. Returns (…, H, ⌊W/2⌋ + 1).
 
     Example:
         >>> amplitude(torch.ones(2, 2))  # all energy is at frequency zero
@@ -38,15 +33,8 @@ def amplitude(images: Tensor, axes: int = 2) -> Tensor:
 def half_width(share: float, *sides: int) -> int:
     """Half-width ``b = ⌊L·min(H, W)⌋`` of the window, a square of side 2b + 1 around frequency zero (ELCFS).
 
-    Args:
-        share: L in [0, 0.5).
-        sides: H and W, of a volume D, H and W.
-
-    Returns:
-        b, at most ⌊(min(H, W) − 1)/2⌋, so that no frequency counts twice.
-
-    Raises:
-        UserError: L is outside [0, 0.5).
+    ``share``: L in [0, 0.5). ``sides``: H and W, of a volume D, H and W. Returns b, at most ⌊(min(H, W) − 1)/2⌋, so
+    that no frequency counts twice. Raises UserError: L is outside [0, 0.5).
 
     Example:
         >>> half_width(0.01, 224, 300)
@@ -61,16 +49,8 @@ def half_width(share: float, *sides: int) -> int:
 def low_frequencies(images: Tensor, half: int, axes: int = 2) -> Tensor:
     """Amplitudes in the low-frequency window: rows u = −b … b, columns v = 0 … b. Columns v < 0 mirror these.
 
-    Args:
-        images: (…, H, W).
-        half: b, at least 0.
-        axes: how many of the last axes are space.
-
-    Returns:
-        (…, 2b + 1, b + 1), of volumes (…, 2b + 1, 2b + 1, b + 1).
-
-    Raises:
-        UserError: the window exceeds the spectrum.
+    ``images``: (…, H, W). ``half``: b, at least 0. ``axes``: how many of the last axes are space. Returns (…, 2b + 1, b
+    + 1), of volumes (…, 2b + 1, 2b + 1, b + 1). Raises UserError: the window exceeds the spectrum.
 
     Example:
         >>> low_frequencies(torch.ones(4, 4), half=1)
@@ -86,15 +66,10 @@ def interpolate_amplitudes(images: Tensor, donors: Tensor, rate: Tensor, half: i
 
     Where the own amplitude is zero the phase is taken as zero. Values may leave the range of pixels.
 
-    Args:
-        images: (…, H, W), with own A and P.
-        donors: A_j as `low_frequencies` gives them; with ``half`` None the whole spectrum as `amplitude` does (FACT).
-        rate: λ, of a shape that broadcasts with (…, 1, 1).
-        half: b of the window M, or None for the whole spectrum.
-        axes: how many of the last axes are space.
-
-    Raises:
-        UserError: the donors have another window.
+    ``images``: (…, H, W), with own A and P. ``donors``: a_j as `low_frequencies` gives them; with ``half`` None the
+    whole spectrum as `amplitude` does (FACT). ``rate``: λ, of a shape that broadcasts with (…, 1, 1). ``half``: b of
+    the window M, or None for the whole spectrum. ``axes``: how many of the last axes are space. Raises UserError: the
+    donors have another window.
 
     Example:
         >>> dark, bright = torch.full((4, 4), 0.25), torch.full((4, 4), 0.75)

@@ -20,11 +20,9 @@ def partial_likelihood(risks: Tensor, times: Tensor, events: Tensor, mean_over: 
 
     Source: Cox, J. R. Stat. Soc. B 1972; Efron, JASA 1977.
 
-    Args:
-        risks: logarithms of relative hazards, (n,).
-        times: until the event, or until the sample was seen last, (n,).
-        events: 1 where the event happened at that time, 0 where it was not seen, (n,).
-        mean_over: what the sum is divided by the number of.
+    ``risks``: logarithms of relative hazards, (n,). ``times``: until the event, or until the sample was seen last,
+    (n,). ``events``: 1 where the event happened at that time, 0 where it was not seen, (n,). ``mean_over``: what the
+    sum is divided by the number of.
 
     Example:
         >>> partial_likelihood(torch.zeros(2), torch.tensor([1.0, 2.0]), torch.ones(2))  # (log 2 + log 1) / 2

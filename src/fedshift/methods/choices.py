@@ -14,14 +14,8 @@ from fedshift.methods.symbols import symbols_in_words, with_names
 def read_choice(value: Any, by: str, kinds: Mapping[str, type[BaseModel]], what: str) -> Any:
     """The kind that a value names, with its options; a name alone stands for the kind's defaults.
 
-    Args:
-        value: as in an experiment file: a name, or a mapping with the name under ``by``. Others are returned unchanged.
-        by: the field that holds the name.
-        kinds: the classes by name.
-        what: what a message calls a kind.
-
-    Raises:
-        ValueError: there is no such kind, or an option is wrong. One line.
+    ``value``: as in an experiment file: a name, or a mapping with the name under ``by``. Others are returned unchanged.
+    Raises ValueError: there is no such kind, or an option is wrong. One line.
     """
     options = {by: value} if isinstance(value, str) else value
     if not isinstance(options, Mapping):

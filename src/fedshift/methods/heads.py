@@ -36,15 +36,10 @@ def with_block(
     New weights are drawn from the network's seed and the block's name. So they differ between the seeds of an
     experiment, and every process draws the same ones on any processor.
 
-    Args:
-        network: its modules are shared with the result, not copied.
-        block: makes the block from the width of the features.
-        size: width of the block's output.
-        classifier: makes a classifier from width and classes. None: the network's own, which must read ``size``.
-        names: names of the old features and of the block inside the new features.
-
-    Returns:
-        The new network; its stages are those of ``network``.
+    ``network``: its modules are shared with the result, not copied. ``block``: makes the block from the width of the
+    features. ``classifier``: makes a classifier from width and classes. None: the network's own, which must read
+    ``size``. ``names``: names of the old features and of the block inside the new features. Returns the new network;
+    its stages are those of ``network``.
     """
     inner, outer = names
     with drawn_from(derive_seed(network.seed, "block", outer)):
@@ -76,12 +71,8 @@ def with_experts(network: Network, number: int) -> Network:
     The first one is the network's own. The others are drawn from the network's seed and their number, so every process
     draws the same ones on any processor.
 
-    Args:
-        network: its modules are shared with the result, not copied.
-        number: how many classifiers.
-
-    Returns:
-        The network with `Experts` as its classifier.
+    ``network``: its modules are shared with the result, not copied. Returns the network with `Experts` as its
+    classifier.
     """
     classifier = network.classifier
     others = (redrawn(classifier, derive_seed(network.seed, "expert", head)) for head in range(1, number))
@@ -104,12 +95,8 @@ class Dropout(nn.Dropout):
 def redrawn(module: M, seed: int | None = None) -> M:
     """A copy of a module with fresh weights.
 
-    Args:
-        module: what is copied; it does not change.
-        seed: what the weights are drawn from. None: torch's generator in its current state.
-
-    Returns:
-        The copy.
+    ``module``: what is copied; it does not change. ``seed``: what the weights are drawn from. None: torch's generator
+    in its current state. Returns the copy.
     """
     fresh = copy.deepcopy(module)
     with nullcontext() if seed is None else drawn_from(seed):
@@ -129,14 +116,8 @@ def hand_over(
 ) -> dict[str, int]:
     """Move budget of this round from some sites to others, so that the total stays equal.
 
-    Args:
-        federation: its budget is changed.
-        givers: sites that train less.
-        takers: sites that train more. They share evenly what the givers lose.
-        part: share of the givers' mini-batches of this round that is moved.
-
-    Returns:
-        Site → change of its mini-batches.
+    ``takers``: sites that train more. They share evenly what the givers lose. ``part``: share of the givers'
+    mini-batches of this round that is moved. Returns site → change of its mini-batches.
     """
     rounds_left = max(1, federation.rounds - federation.round + 1)
     changes: dict[str, int] = {}
@@ -148,3 +129,29 @@ def hand_over(
     for site, change in changes.items():
         federation.budget[site] += change
     return changes
+
+
+@torch.no_grad()
+def confident_pseudo_labels(expert_probabilities: Tensor, threshold: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Class of the most confident expert for every sample, and whether it is sure enough (DAEL): (K, b, C) → (b,)."""
+    # The most confident expert's best class is the best class over all experts.
+    confidence, labels = expert_probabilities.amax(0).max(1)
+    return labels, confidence >= threshold
+
+
+def unlabelled_ensemble_loss(
+    expert_probabilities_strong: Tensor, labels: Tensor, mask: Tensor, epsilon: float = 1e-5
+) -> Tensor:
+    """Loss on pseudo-labels, ``−E[m · log(mean_k p_k(strong view)_ŷ + ε)]``, a scalar in nats (DAEL's L_u).
+
+    E is the mean over all b samples, those with m = 0 included. So a batch with few sure labels counts little.
+    """
+    return (mask * expert_cross_entropy(expert_probabilities_strong.mean(0), labels, epsilon)).mean()
+
+
+def expert_cross_entropy(probabilities: Tensor, labels: Tensor, epsilon: float = 1e-5) -> Tensor:
+    """Cross-entropy of probabilities, ``−log(p_y + ε)`` of each sample, in nats.
+
+    The mean for each expert on its own domain, averaged over experts, is DAEL's L_x.
+    """
+    return -(probabilities.gather(1, labels[:, None]).squeeze(1) + epsilon).log()

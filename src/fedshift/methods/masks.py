@@ -16,10 +16,8 @@ from fedshift.models.network import Network
 class Mask(nn.Module):
     """Multiplies features (b, …) by a mask over all axes but the first. Its logits m̂ start as draws from U(0, 1).
 
-    Args:
-        width: numbers in the mask.
-        hard: in evaluation, use 1 where the probability is at least ½ and 0 elsewhere, instead of the probabilities.
-        drawn: in training, draw 0 or 1 for each sample, instead of using the probabilities.
+    ``hard``: in evaluation, use 1 where the probability is at least ½ and 0 elsewhere, instead of the probabilities.
+    ``drawn``: in training, draw 0 or 1 for each sample, instead of using the probabilities.
     """
 
     def __init__(self, width: int, hard: bool, drawn: bool = True) -> None:

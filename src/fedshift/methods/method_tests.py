@@ -10,17 +10,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 @dataclass(frozen=True)
 class Try:
-    """Values of an option, each of which must give another result than the default and than each other.
+    """Values of an option, each of which must give another result than the default and than each other."""
 
-    Attributes:
-        values: what is tried.
-        beside: other options that the default has too.
-        where: the set-up, a name of ``SETUPS`` in ``tests/methods/test_options.py``; empty is the method's.
-    """
-
-    values: tuple[Any, ...]
-    beside: Mapping[str, Any] = field(default_factory=dict)
-    where: str = ""
+    values: tuple[Any, ...]  # what is tried
+    beside: Mapping[str, Any] = field(default_factory=dict)  # other options that the default has too
+    where: str = ""  # the set-up, a name of ``SETUPS`` in ``tests/methods/test_options.py``; empty is the method's
 
 
 def tries(*values: Any, where: str = "", **beside: Any) -> tuple[Try, ...]:

@@ -28,9 +28,7 @@ class OnClip(Method):
     def trained_part(self, network: Network, texts: TextClassifier) -> Network:
         """The network whose parameters are trained and sent.
 
-        Args:
-            network: features of length 1, and ``texts`` as classifier. It is not changed.
-            texts: the zero-shot classifier.
+        ``network``: features of length 1, and ``texts`` as classifier. It is not changed.
         """
 
 

@@ -43,12 +43,9 @@ def names() -> tuple[str, ...]:
 def method_class(name: str, folder: Path | None = None) -> type[Method]:
     """The class of a method.
 
-    Args:
-        name: a known name, ``package.module:Class``, or ``file.py:Class``.
-        folder: where a relative file is looked up first. The working directory is next.
-
-    Raises:
-        UserError: there is no such method; the message has the nearest known name.
+    ``name``: a known name, ``package.module:Class``, or ``file.py:Class``. ``folder``: where a relative file is looked
+    up first. The working directory is next. Raises UserError: there is no such method; the message has the nearest
+    known name.
     """
     return _CLASSES.find(name, folder=folder)
 
@@ -58,14 +55,9 @@ def parse(
 ) -> Method:
     """The method of one entry of ``methods:``.
 
-    Args:
-        options: the method's name and options.
-        folder: where a user's own file is looked up first.
-        permit: called with every name before anything is imported. It raises to refuse.
-
-    Raises:
-        UserError: there is no such method.
-        ValidationError: an option is wrong.
+    ``folder``: where a user's own file is looked up first. ``permit``: called with every name before anything is
+    imported. It raises to refuse. Raises UserError: there is no such method. Raises ValidationError: an option is
+    wrong.
     """
     if options.get("name") == "styles" and "method" in options:
         return _with_preparation(options, folder, permit)

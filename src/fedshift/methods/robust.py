@@ -17,6 +17,7 @@ the server only their sum.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,29 +36,24 @@ from pydantic import (
 from torch import Tensor
 
 from fedshift.errors import UserError, nearest
-from fedshift.functional import robust_aggregation as robust
-from fedshift.functional.averaging import MeanAccumulator, is_buffer
+from fedshift.functional.averaging import MeanAccumulator, float64_chunks, is_buffer
 from fedshift.methods.choices import read_choice
 from fedshift.weights import Weights
 
 
 @dataclass(frozen=True)
 class Averaged:
-    """Which models in the replies of a call the method averages over the sites.
+    """Which models in the replies of a call the method averages over the sites."""
 
-    Attributes:
-        fields: the fields of the reply that hold them. Updates are measured from the content that is sent under the
-            same name; where none is sent, from the last that was, and at first from the common start.
-        changes: those fields that hold a change or a gradient in place of a model. It is measured from zero.
-        at: which sites are asked.
-        rules: the rules of robust aggregation that may screen them. ``each``: those that leave every site a model of
-            its own, as a method needs that also lets them vote. ``none``: no rule helps, as where a site's own number
-            multiplies its model.
-    """
-
+    # the fields of the reply that hold them. Updates are measured from the content that is sent under the same name;
+    # where none is sent, from the last that was, and at first from the common start.
     fields: tuple[str, ...] = ("weights",)
+    # those fields that hold a change or a gradient in place of a model. It is measured from zero.
     changes: tuple[str, ...] = ()
-    at: Literal["sources", "targets"] = "sources"
+    at: Literal["sources", "targets"] = "sources"  # which sites are asked
+    # the rules of robust aggregation that may screen them. ``each``: those that leave every site a model of its own, as
+    # a method needs that also lets them vote. ``none``: no rule helps, as where a site's own number multiplies its
+    # model.
     rules: Literal["all", "each", "none"] = "all"
 
 
@@ -67,15 +63,11 @@ Averages = Mapping[str, Averaged]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule makes of an exchange.
+    """What a rule makes of an exchange."""
 
-    Attributes:
-        replaced: from a site's name and model to the model in its place; None leaves the site out.
-        report: what ``rounds.jsonl`` says of it.
-    """
-
+    # from a site's name and model to the model in its place; None leaves the site out
     replaced: Callable[[str, Weights], Weights | None]
-    report: Mapping[str, Any] = field(default_factory=dict)
+    report: Mapping[str, Any] = field(default_factory=dict)  # what ``rounds.jsonl`` says of it
 
 
 class Rule(BaseModel, ABC):
@@ -101,13 +93,7 @@ class Rule(BaseModel, ABC):
     def judge(self, sites: Sequence[str], models: Iterable[Weights], centre: Weights) -> Verdict:
         """Look at the models of an exchange.
 
-        Args:
-            sites: the sites that answered.
-            models: their models in the same order; every pass reads them anew.
-            centre: what was sent to them.
-
-        Raises:
-            UserError: they are too few.
+        ``models``: their models in the same order; every pass reads them anew. Raises UserError: they are too few.
         """
 
 
@@ -123,18 +109,18 @@ class NormClipping(Rule):
     )
 
     def judge(self, sites: Sequence[str], models: Iterable[Weights], centre: Weights) -> Verdict:
-        norms = [[robust.update_norm(part, centre) for part in _parts(model)] for model in models]
-        bounds = [robust.lower_median(column) for column in zip(*norms, strict=True)]
+        norms = [[update_norm(part, centre) for part in _parts(model)] for model in models]
+        bounds = [lower_median(column) for column in zip(*norms, strict=True)]
         if self.bound != "median":
             bounds[0] = self.bound
         factors = {
-            site: [robust.clip_factor(norm, bound) for norm, bound in zip(length, bounds, strict=True)]
+            site: [clip_factor(norm, bound) for norm, bound in zip(length, bounds, strict=True)]
             for site, length in zip(sites, norms, strict=True)
         }
-        counters = robust.coordinate_median([_counters(model) for model in models])
+        counters = coordinate_median([_counters(model) for model in models])
 
         def shorten(site: str, model: Weights) -> Weights:
-            return _in_order(model, *map(robust.move_towards, [centre] * 2, _parts(model), factors[site]), counters)
+            return _in_order(model, *map(move_towards, [centre] * 2, _parts(model), factors[site]), counters)
 
         clipped = {site: factor for site, (factor, _) in factors.items() if factor < 1}
         return Verdict(shorten, {"clipped": clipped, "bound": bounds[0]})
@@ -165,7 +151,7 @@ class Median(_OneModel):
     def combine(
         self, sites: Sequence[str], models: Iterable[Weights], centre: Weights
     ) -> tuple[Weights, Mapping[str, Any]]:
-        return robust.coordinate_median(models), {}
+        return coordinate_median(models), {}
 
 
 class TrimmedMean(_OneModel):
@@ -175,12 +161,12 @@ class TrimmedMean(_OneModel):
     trim: NonNegativeInt = Field(1, description="b: sites left out at each end of every number; needs above 2b sites")
 
     def check(self, sites: int) -> None:
-        robust.check_trim(sites, self.trim)
+        check_trim(sites, self.trim)
 
     def combine(
         self, sites: Sequence[str], models: Iterable[Weights], centre: Weights
     ) -> tuple[Weights, Mapping[str, Any]]:
-        return robust.trimmed_mean(models, self.trim), {}
+        return trimmed_mean(models, self.trim), {}
 
 
 class Krum(Rule):
@@ -191,18 +177,18 @@ class Krum(Rule):
     keep: PositiveInt = Field(1, description="m: models that the method averages; 1 = Krum, more = multi-Krum")
 
     def check(self, sites: int) -> None:
-        robust.check_krum(sites, self.faulty, self.keep)
+        check_krum(sites, self.faulty, self.keep)
 
     def judge(self, sites: Sequence[str], models: Iterable[Weights], centre: Weights) -> Verdict:
         self.check(len(sites))
         distances = torch.zeros(len(sites), len(sites), dtype=torch.float64)
         for number in range(2):
-            apart = robust.squared_distances(_Parts(models, number))
+            apart = squared_distances(_Parts(models, number))
             # In units of the smallest score, which no bad site can make large.
-            scores = [score for score in robust.krum_scores(apart, self.faulty) if score > 0]
+            scores = [score for score in krum_scores(apart, self.faulty) if score > 0]
             distances += apart / min(scores, default=1.0)
         by_name = sorted(range(len(sites)), key=lambda index: sites[index])  # equal scores: whatever the order asked
-        kept = {sites[by_name[index]] for index in robust.krum(distances[by_name][:, by_name], self.faulty, self.keep)}
+        kept = {sites[by_name[index]] for index in krum(distances[by_name][:, by_name], self.faulty, self.keep)}
         report = {"left_out": [site for site in sites if site not in kept]}
         return Verdict(lambda site, model: model if site in kept else None, report)
 
@@ -229,21 +215,17 @@ class Trust(_OneModel):
     ) -> tuple[Weights, Mapping[str, Any]]:
         self.check_sources(sites)
         root = next(model for site, model in zip(sites, models, strict=True) if site == self.trusted)
-        lengths = [robust.update_norm(part, centre) for part in _parts(root)]
+        lengths = [update_norm(part, centre) for part in _parts(root)]
         mean, trust = MeanAccumulator(), {}
         for site, model in zip(sites, models, strict=True):
             parameters, statistics = _parts(model)
-            trust[site] = 1.0 if site == self.trusted else robust.trust_score(parameters, _parts(root)[0], centre)
-            length = robust.update_norm(parameters, centre)
+            trust[site] = 1.0 if site == self.trusted else trust_score(parameters, _parts(root)[0], centre)
+            length = update_norm(parameters, centre)
             mean.add(
                 _in_order(
                     model,
-                    robust.move_towards(
-                        centre, parameters, lengths[0] / length if length and site != self.trusted else 1.0
-                    ),
-                    robust.move_towards(
-                        centre, statistics, robust.clip_factor(robust.update_norm(statistics, centre), lengths[1])
-                    ),
+                    move_towards(centre, parameters, lengths[0] / length if length and site != self.trusted else 1.0),
+                    move_towards(centre, statistics, clip_factor(update_norm(statistics, centre), lengths[1])),
                     _counters(root),
                 ),
                 trust[site],
@@ -309,3 +291,214 @@ class _Parts:
 
     def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
         return (_parts(model)[self.number] for model in self.models)
+
+
+Models = Iterable[Mapping[str, Tensor]]
+
+
+AT_ONCE = 64 << 20
+"""Bytes of all sites' numbers that are held side by side."""
+
+
+_COLUMNS = 65_536
+"""Numbers of a model that are sorted at once: sorting needs three times their memory."""
+
+
+def coordinate_median(models: Models, at_once: int = AT_ONCE) -> Weights:
+    """The coordinate-wise median (Yin et al., ICML 2018, Algorithm 1, option I).
+
+    Each number is the median of what the sites have there; of an even number of sites the mean of the two in the
+    middle. Fewer than half of the sites can move it only within what the others have. Integers (BatchNorm's counters)
+    become their lower median.
+    """
+
+    def middle(columns: Tensor) -> Tensor:
+        ordered, count = columns.sort(dim=0).values, len(columns)
+        low, high = ordered[(count - 1) // 2], ordered[count // 2]
+        return low + (high - low) / 2
+
+    return _by_coordinate(models, middle, at_once)
+
+
+def trimmed_mean(models: Models, trim: int, at_once: int = AT_ONCE) -> Weights:
+    """The coordinate-wise trimmed mean (Yin et al., ICML 2018, Algorithm 1, option II).
+
+    Each number is the mean of what the sites have there without the ``trim`` highest and lowest. Up to ``trim`` bad
+    sites can move it only within what the others have. Integers become their lower median.
+    """
+
+    def mean(columns: Tensor) -> Tensor:
+        check_trim(len(columns), trim)
+        kept = columns.sort(dim=0).values[trim : len(columns) - trim]
+        # Relative to the lowest: the mean of equal numbers is that number.
+        return kept[0] + (kept - kept[0]).mean(dim=0)
+
+    return _by_coordinate(models, mean, at_once)
+
+
+def check_trim(sites: int, trim: int) -> None:
+    """Check that trimming leaves a site."""
+    if sites <= 2 * trim:
+        raise UserError(f"trim: {trim} at each end leaves none of {sites} sites; lower it")
+
+
+def squared_distances(models: Models, at_once: int = AT_ONCE) -> Tensor:
+    """The squared Euclidean distances between all models, over their float tensors, in float64.
+
+    Differences are taken before they are squared, so a huge model does not blur the distances between the others.
+    """
+    like, count = _check_models(models)
+    total = torch.zeros(count, count, dtype=torch.float64)
+    floats = {name: tensor for name, tensor in like.items() if tensor.is_floating_point()}
+    for _, _, stack in _side_by_side(models, floats, count, at_once):
+        for columns in torch.split(stack, _COLUMNS, dim=1):
+            numbers = columns.double()
+            for row in range(count - 1):
+                total[row, row + 1 :] += (numbers[row + 1 :] - numbers[row]).square().sum(dim=1).cpu()
+    return total + total.T
+
+
+def krum_scores(distances: Tensor, faulty: int) -> list[float]:
+    """Krum's score of each model: the sum of its n − f − 2 smallest squared distances to the others (section 4).
+
+    Blanchard, El Mhamdi, Guerraoui, Stainer: Machine Learning with Adversaries. NeurIPS 2017.
+    """
+    count = len(distances)
+    check_krum(count, faulty)
+    others = distances.masked_fill(torch.eye(count, dtype=torch.bool), math.inf).sort(dim=1).values
+    return [math.fsum(row[: count - faulty - 2]) for row in others.tolist()]
+
+
+def krum(distances: Tensor, faulty: int, keep: int = 1) -> list[int]:
+    """Which models Krum (``keep`` 1) or multi-Krum takes: those with the smallest scores."""
+    scores = krum_scores(distances, faulty)
+    check_krum(len(scores), faulty, keep)
+    return sorted(range(len(scores)), key=lambda index: scores[index])[:keep]
+
+
+def check_krum(sites: int, faulty: int, keep: int = 1) -> None:
+    """Check that there are enough sites for Krum, and that ``keep`` need not take a bad one."""
+    if sites < 2 * faulty + 3:
+        raise UserError(
+            f"faulty: {faulty} bad sites need 2·{faulty} + 3 = {2 * faulty + 3} sites, there are {sites}; lower it"
+        )
+    if not 1 <= keep <= sites - faulty:
+        raise UserError(f"keep: {keep} of {sites} sites with {faulty} bad ones; 1 to {sites - faulty} can be kept")
+
+
+def update_norm(model: Mapping[str, Tensor], centre: Mapping[str, Tensor]) -> float:
+    """``‖model − centre‖₂`` over the float tensors of ``model``, in float64."""
+    return math.sqrt(_product(model, centre, model))
+
+
+def lower_median(values: Sequence[float]) -> float:
+    """The median; of an even count the lower of the two in the middle, so that a half cannot raise it."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def clip_factor(norm: float, bound: float) -> float:
+    """``min(1, bound / norm)``: what an update of this norm is multiplied by (Sun et al., 2019, section 4).
+
+    Sun, Kairouz, Suresh, McMahan: Can You Really Backdoor Federated Learning? arXiv 1911.07963.
+    """
+    return 1.0 if norm <= bound else bound / norm
+
+
+def move_towards(centre: Mapping[str, Tensor], model: Mapping[str, Tensor], factor: float) -> Weights:
+    """``centre + factor · (model − centre)`` for the float tensors of ``model``; integers are the model's.
+
+    A factor of 1 gives the model itself, bit for bit.
+    """
+    if factor == 1:
+        return Weights(model)
+    return Weights(
+        {
+            name: torch.lerp(centre[name].double(), tensor.double(), factor).to(tensor.dtype)
+            if tensor.is_floating_point()
+            else tensor
+            for name, tensor in model.items()
+        }
+    )
+
+
+def trust_score(model: Mapping[str, Tensor], trusted: Mapping[str, Tensor], centre: Mapping[str, Tensor]) -> float:
+    """FLTrust's trust in a site: the cosine between its update and the trusted one, or 0 where that is negative.
+
+    Cao, Fang, Liu, Gong: FLTrust: Byzantine-robust Federated Learning via Trust Bootstrapping. NDSS 2021, equation 2.
+    """
+    norms = update_norm(model, centre) * update_norm(trusted, centre)
+    return min(1.0, max(0.0, _product(model, centre, trusted) / norms)) if norms else 0.0
+
+
+def _product(first: Mapping[str, Tensor], centre: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """The inner product of two updates around ``centre``, over float tensors."""
+    parts = []
+    for name, tensor in first.items():
+        if tensor.is_floating_point():
+            pairs = zip(float64_chunks(tensor, centre[name]), float64_chunks(second[name], centre[name]), strict=True)
+            parts += [torch.dot(left - middle, right - middle).item() for (left, middle), (right, _) in pairs]
+    return math.fsum(parts)
+
+
+def _by_coordinate(models: Models, rule: Callable[[Tensor], Tensor], at_once: int) -> Weights:
+    """The model whose every number is ``rule`` of the sites' numbers there, a column of (n, columns) in float64."""
+    like, count = _check_models(models)
+    result = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items()}
+    for name, begin, stack in _side_by_side(models, like, count, at_once):
+        whole = result[name].view(-1)
+        for columns in torch.split(stack, _COLUMNS, dim=1):
+            value = (
+                rule(columns.double()) if columns.is_floating_point() else columns.sort(dim=0).values[(count - 1) // 2]
+            )
+            whole[begin : begin + columns.shape[1]] = value.to(columns.dtype)
+            begin += columns.shape[1]
+    return Weights(result)
+
+
+def _check_models(models: Models) -> tuple[dict[str, Tensor], int]:
+    """Tensors of the models' shapes and types without memory, and how many models there are."""
+    like: dict[str, Tensor] = {}
+    count = 0
+    for model in models:
+        if count:
+            Weights(model).check_like(like, f"model {count}")
+        else:
+            like = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.items()}
+        count += 1
+    if not count:
+        raise UserError("there is no model to aggregate: not one site replied")
+    return like, count
+
+
+def _side_by_side(
+    models: Models, like: Mapping[str, Tensor], count: int, at_once: int
+) -> Iterator[tuple[str, int, Tensor]]:
+    """Pieces of all models side by side: the tensor's name, where the piece begins in it, and (n, numbers).
+
+    Each pass over the models reads as many pieces as fit into ``at_once`` bytes.
+    """
+    batch: list[tuple[str, int, int]] = []
+    room = at_once
+    for name, tensor in like.items():
+        begin, row = 0, count * tensor.element_size()
+        while begin < tensor.numel():
+            if room < row and batch:
+                yield from _read_pieces(models, like, count, batch)
+                batch, room = [], at_once
+            end = min(tensor.numel(), begin + max(1, room // row))
+            batch.append((name, begin, end))
+            room -= (end - begin) * row
+            begin = end
+    yield from _read_pieces(models, like, count, batch)
+
+
+def _read_pieces(
+    models: Models, like: Mapping[str, Tensor], count: int, batch: Sequence[tuple[str, int, int]]
+) -> Iterator[tuple[str, int, Tensor]]:
+    """Read these pieces of every tensor, ``(name, begin, end)``, in one pass."""
+    stacks = [torch.empty(count, end - begin, dtype=like[name].dtype) for name, begin, end in batch]
+    for row, model in enumerate(models):
+        for stack, (name, begin, end) in zip(stacks, batch, strict=True):
+            stack[row] = model[name].reshape(-1)[begin:end]
+    for stack, (name, begin, _) in zip(stacks, batch, strict=True):
+        yield name, begin, stack

@@ -24,9 +24,8 @@ def start_run(method: Method, federation: Federation, weights: Weights) -> State
 def play_round(method: Method, federation: Federation, state: State) -> State:
     """The method's round, and after it the step of the server's optimiser, where there is one.
 
-    Raises:
-        FedshiftError: the method returned something else than the next state.
-        TrainingDiverged: it made numbers that are not finite of replies that are, or the server's optimiser did.
+    Raises FedshiftError: the method returned something else than the next state. Raises TrainingDiverged: it made
+    numbers that are not finite of replies that are, or the server's optimiser did.
     """
     federation.round = state.round + 1
     optimizer = method.at_server(state.weights).optimizer

@@ -17,12 +17,7 @@ from fedshift.weights import Weights
 
 
 def screening_of(method: Method, start: Weights) -> Screening | None:
-    """What screens the replies of a run; None where the method has no rule.
-
-    Args:
-        method: of the run.
-        start: the common start of its sites.
-    """
+    """What screens the replies of a run; None where the method has no rule."""
     return None if method.robust is None else Screening(method.robust, method.traits.averages, {"weights": start})
 
 
@@ -31,12 +26,10 @@ class Screening:
     """Screens the replies of a run's exchanges by a rule.
 
     Replies are read to the end and kept before the rule looks at them: up to `exchange.KEPT_IN_MEMORY` bytes in memory,
-    the others in files. Beside them a rule holds `robust_aggregation.AT_ONCE` bytes, and two models at most.
+    the others in files. Beside them a rule holds `robust.AT_ONCE` bytes, and two models at most.
 
-    Args:
-        rule: the rule.
-        averages: the calls whose replies it is for, and which models in them.
-        sent: the models that were sent last, by the name of the content.
+    ``averages``: the calls whose replies it is for, and which models in them. ``sent``: the models that were sent last,
+    by the name of the content.
     """
 
     rule: Rule
@@ -49,13 +42,7 @@ class Screening:
     ) -> Generator[tuple[str, R], None, None]:
         """The replies of an exchange as the method reads them.
 
-        Args:
-            call: its name.
-            content: what was sent.
-            answers: the replies as they came.
-
-        Raises:
-            UserError: the replies are too few for the rule, or do not fit what was sent.
+        Raises UserError: the replies are too few for the rule, or do not fit what was sent.
         """
         self.sent |= {name: value for name, value in content.items() if isinstance(value, Weights)}
         averaged = self.averages.get(call)

@@ -22,7 +22,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloa
 from torch import Tensor
 
 from fedshift.functional.averaging import parameters_of
-from fedshift.functional.server_optimizers import adaptive_step, momentum_step
 from fedshift.methods.choices import read_choice
 from fedshift.weights import Weights
 
@@ -42,13 +41,7 @@ class _Optimizer(BaseModel, ABC):
 
     @abstractmethod
     def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
-        """The new parameters, and what is remembered.
-
-        Args:
-            before: parameters before the round.
-            change: how the round changed them.
-            kept: what was remembered.
-        """
+        """The new parameters, and what is remembered."""
 
 
 class Momentum(_Optimizer):
@@ -138,15 +131,9 @@ def after_round(
 ) -> tuple[Weights, Moments]:
     """The common model after the server's step, and what the optimiser remembers.
 
-    Args:
-        optimizer: the method's.
-        before: the common model before the round; the sites began with the optimiser's ``start`` from it.
-        after: what the method made of it.
-        kept: what the optimiser remembered.
-        personal: names of parameters that the step leaves out.
-
-    Raises:
-        UserError: the method gave the model other names, shapes or types.
+    ``before``: the common model before the round; the sites began with the optimiser's ``start`` from it. ``personal``:
+    names of parameters that the step leaves out. Raises UserError: the method gave the model other names, shapes or
+    types.
     """
     after.check_like(before, "the model after a round")
     begun = optimizer.start(before, kept)
@@ -162,3 +149,41 @@ def _fill(like: Weights, value: float) -> Weights:
 
 def _part(split: Mapping[str, tuple[Tensor, ...]], number: int) -> Weights:
     return Weights({name: parts[number] for name, parts in split.items()})
+
+
+Second = Literal["adagrad", "adam", "yogi"]
+
+
+def momentum_step(weight: Tensor, change: Tensor, momentum: Tensor, beta: float, rate: float) -> tuple[Tensor, Tensor]:
+    """``m ← βm + Δ, θ ← θ + ηm``: FedAvgM (Hsu, Qi, Brown, 2019). With β = 0 and η = 1 it is FedAvg.
+
+    With Δ from sites that begin at θ + ηβm, where momentum would bring the model by itself, it is Nesterov's.
+    """
+    momentum = beta * momentum + change
+    return weight + rate * momentum, momentum
+
+
+def adaptive_step(
+    weight: Tensor,
+    change: Tensor,
+    first: Tensor,
+    second: Tensor,
+    rule: Second,
+    betas: tuple[float, float],
+    rate: float,
+    tau: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``m ← β₁m + (1−β₁)Δ``, v by the rule, ``θ ← θ + η·m/(√v + τ)`` (Algorithm 2).
+
+    The rules: adagrad ``v ← v + Δ²``; yogi ``v ← v − (1−β₂)Δ²·sign(v − Δ²)``; adam ``v ← β₂v + (1−β₂)Δ²``. There is no
+    correction of the moments' bias, as in the paper.
+    """
+    square = change.square()
+    first = betas[0] * first + (1 - betas[0]) * change
+    if rule == "adagrad":
+        second = second + square
+    elif rule == "yogi":
+        second = second - (1 - betas[1]) * square * (second - square).sign()
+    else:
+        second = betas[1] * second + (1 - betas[1]) * square
+    return weight + rate * first / (second.sqrt() + tau), first, second

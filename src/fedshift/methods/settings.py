@@ -28,8 +28,7 @@ _NO_OPTIONS = ("name", "label", "setting", "sha256", "method", "training")
 def with_setting(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
     """``options``, with those of their setting added. Options that are given take precedence.
 
-    Raises:
-        ValueError: there is no such setting.
+    Raises ValueError: there is no such setting.
 
     Example:
         >>> with_setting({"released": {"mixup": 2.0, "vote": "top1"}}, {"setting": "released", "vote": "rows"})
@@ -48,10 +47,7 @@ def setting_name(kind: type[BaseModel], settings: Settings, options: Mapping[str
     It is found by comparison, so that records from before settings had names get one, too. If no setting fits exactly,
     it is the one with the fewest differences.
 
-    Args:
-        kind: the method's class.
-        settings: its named settings.
-        options: every option of a run, as in its record.
+    ``options``: every option of a run, as in its record.
     """
     best: list[str] | None = None
     name = PAPER

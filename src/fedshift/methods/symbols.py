@@ -35,11 +35,7 @@ def symbols_of(kind: type[BaseModel]) -> Mapping[str, str]:
 
 
 def with_names(kind: type[BaseModel], options: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Options with names in the place of symbols.
-
-    Raises:
-        ValueError: an option is given by both.
-    """
+    """Options with names in the place of symbols. Raises ValueError: an option is given by both."""
     symbols, named = symbols_of(kind), dict[Any, Any]()
     for key, value in options.items():
         name = symbols.get(key, key)

@@ -61,17 +61,8 @@ class Adapters(BaseModel):
 def with_adapters(network: Network, adapters: Adapters, input_shape: tuple[int, ...], seed: int) -> Network:
     """A network of which only adapters and the head are trained, and are its state.
 
-    Args:
-        network: changed in place.
-        adapters: which.
-        input_shape: shape of one sample.
-        seed: what the first matrices are drawn from.
-
-    Returns:
-        ``network`` itself.
-
-    Raises:
-        UserError: peft is not installed, the network has no head, or a target cannot have an adapter.
+    ``network``: changed in place. Returns ``network`` itself. Raises UserError: peft is not installed, the network has
+    no head, or a target cannot have an adapter.
     """
     peft = import_extra("peft", extra="networks", what="training.adapters")
     whole = _trained_whole(network, adapters)
@@ -121,12 +112,8 @@ def _trained_whole(network: Network, adapters: Adapters) -> list[nn.Module]:
 def merge_adapters(network: Network, weights: Weights) -> Weights:
     """The weights of the same network without adapters, whose products are added to the layers' own weights.
 
-    Args:
-        network: the one that ``weights`` belong to; it is not changed.
-        weights: its state.
-
-    Returns:
-        ``weights`` itself if the network has no adapters.
+    ``network``: the one that ``weights`` belong to; it is not changed. Returns ``weights`` itself if the network has no
+    adapters.
     """
     if not has_adapters(network):
         return weights
@@ -144,8 +131,7 @@ def has_adapters(network: nn.Module) -> bool:
 def check_adapters(network: Network, input_shape: tuple[int, ...]) -> None:
     """Try whether a network with adapters gives the scores of the one that they are merged into.
 
-    Raises:
-        UserError: it does not: some layer's weights are used without calling the layer.
+    Raises UserError: it does not: some layer's weights are used without calling the layer.
     """
     trial = copy.deepcopy(network).cpu().eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -12,10 +12,8 @@ from torch import nn
 def with_method(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
     """Give a module a method of its own. Its class, its weights and their names stay; a deep copy has the method, too.
 
-    Args:
-        module: changed in place.
-        name: of the method, such as ``forward``.
-        function: takes the module first, as in a class.
+    ``module``: changed in place. ``name``: of the method, such as ``forward``. ``function``: takes the module first, as
+    in a class.
     """
     # A bound method, since `copy.deepcopy` binds it to the copy; it would share any other function's module.
     setattr(module, name, MethodType(function, module))

@@ -34,12 +34,8 @@ class NetworkOptions(BaseModel):
     def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
         """The network, with weights drawn from torch's generator.
 
-        Args:
-            input_shape: shape of one sample, (channels, height, width) or (d,).
-            classes: number of classes, or of structures for segmentation.
-
-        Raises:
-            UserError: the network cannot read such samples.
+        ``input_shape``: shape of one sample, (channels, height, width) or (d,). ``classes``: number of classes, or of
+        structures for segmentation. Raises UserError: the network cannot read such samples.
         """
         raise UserError(f"model '{self.name}' cannot be built")
 
@@ -85,11 +81,7 @@ class NetworkOptions(BaseModel):
     def masks(self, scores: Tensor) -> NDArray[np.bool_]:
         """Predicted masks: where the sigmoid is above one half.
 
-        Args:
-            scores: the network's output, (n, structures, …).
-
-        Returns:
-            Masks of that shape.
+        ``scores``: the network's output, (n, structures, …). Returns masks of that shape.
         """
         return (scores.sigmoid() > 0.5).cpu().numpy()
 
@@ -100,24 +92,12 @@ class NetworkOptions(BaseModel):
     def take_structure(self, input_shape: tuple[int, ...], classes: int, known: Any) -> None:
         """Build such a network as `structure` said of it, and do not find it out again.
 
-        Raises:
-            ValueError: ``known`` is not what `structure` gives.
+        Raises ValueError: ``known`` is not what `structure` gives.
         """
 
 
 def image_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """The shape of one image.
-
-    Args:
-        model: name of the network, for the message.
-        input_shape: shape of one sample.
-
-    Returns:
-        (channels, height, width).
-
-    Raises:
-        UserError: the samples are not images.
-    """
+    """The shape of one image. Returns (channels, height, width). Raises UserError: the samples are not images."""
     if len(input_shape) == 3:
         channels, height, width = input_shape
         return channels, height, width

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedshift.functional.batchnorm import mixed_statistics
 from fedshift.models.instance_methods import has_method
 from fedshift.models.network import Network
 
@@ -22,8 +21,7 @@ class BatchInstanceNorm2d(nn.BatchNorm2d):
     here before it is used next, outside of the graph, so that its gradient is not lost at the bounds. Source: Nam and
     Kim, NeurIPS 2018, section 3.2.
 
-    Args:
-        like: the layer whose settings, weights and statistics are copied.
+    ``like``: the layer whose settings, weights and statistics are copied.
     """
 
     def __init__(self, like: nn.BatchNorm2d) -> None:
@@ -49,8 +47,7 @@ class AssembledNorm2d(nn.Module):
     authors tell what is personal. Source: gPerXAN (Le et al., CVPR 2024), `eXplicitOptimizedNorm2d` of
     lhkhiem28/gPerXAN, source/models/modules/normalization.py.
 
-    Args:
-        like: the layer whose settings, weights and statistics BatchNorm has; InstanceNorm has its scale and shift.
+    ``like``: the layer whose settings, weights and statistics BatchNorm has; InstanceNorm has its scale and shift.
     """
 
     def __init__(self, like: nn.BatchNorm2d) -> None:
@@ -94,10 +91,7 @@ def adapted_to(network: Network, batches: Iterable[Tensor], prior: int) -> Netwo
     Statistics are those that each layer sees when the layers before it normalise by their mini-batch. They are mixed
     with the trained ones as ``prior`` samples would be (`mixed_statistics`).
 
-    Args:
-        network: is not changed.
-        batches: inputs. A batch of one sample is left out, since it has no variance.
-        prior: N.
+    ``batches``: inputs. A batch of one sample is left out, since it has no variance.
     """
     made = copy.deepcopy(network).eval()
     layers, samples = batch_norms(made), 0
@@ -122,3 +116,15 @@ def _statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor]:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     return layer.running_mean.clone(), layer.running_var.clone()
+
+
+def mixed_statistics(
+    trained: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], samples: int, prior: int
+) -> tuple[Tensor, Tensor]:
+    """``N/(N+n)·trained + n/(N+n)·new`` for means and for variances.
+
+    Source: Schneider, Rusak, Eck, Bringmann, Brendel, Bethge (NeurIPS 2020): BatchNorm at a new site.
+    """
+    share = samples / (samples + prior) if samples else 0.0
+    mean, variance = ((1 - share) * before + share * now for before, now in zip(trained, new, strict=True))
+    return mean, variance

@@ -15,15 +15,10 @@ from fedshift.models.wide import WideLinear
 
 @dataclass(frozen=True)
 class Payload:
-    """The size of one model.
+    """The size of one model."""
 
-    Attributes:
-        parameters: trained numbers.
-        bytes: of all tensors, buffers such as BatchNorm's statistics included.
-    """
-
-    parameters: int
-    bytes: int
+    parameters: int  # trained numbers
+    bytes: int  # of all tensors, buffers such as BatchNorm's statistics included
 
 
 def payload(model: nn.Module) -> Payload:
@@ -40,10 +35,6 @@ def forward_cost(network: nn.Module, input_shape: tuple[int, ...]) -> int:
     Normalisation, pooling and activations are not counted. The pass runs on tensors without data: it computes nothing
     and does not change the network; one of tokens, whose way may depend on them, computes with made-up tokens. A
     backward pass costs about twice as much again.
-
-    Args:
-        network: any module.
-        input_shape: shape of one sample.
     """
     total = 0
     # BatchNorm in training mode refuses a single sample.

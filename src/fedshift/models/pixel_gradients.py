@@ -16,12 +16,9 @@ M = TypeVar("M", bound=nn.Module)
 def with_pixel_gradients(network: M) -> M:
     """Make gradients by the inputs fast, for methods that need them in every mini-batch.
 
-    Args:
-        network: changed in place: its plain convolutions of one channel find their gradient by the inputs with
-            `gradient_by_images`. oneDNN computes as much as for 16 channels. Weights and their names stay.
-
-    Returns:
-        ``network`` itself.
+    ``network``: changed in place: its plain convolutions of one channel find their gradient by the inputs with
+    `gradient_by_images`. oneDNN computes as much as for 16 channels. Weights and their names stay. Returns ``network``
+    itself.
     """
     for layer in network.modules():
         plain = type(layer) is nn.Conv2d and layer.in_channels == 1 and layer.padding_mode == "zeros"
@@ -33,10 +30,8 @@ def with_pixel_gradients(network: M) -> M:
 def gradient_by_images(gradient: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
     """The gradient by its inputs of a convolution with stride 1: each tap of the kernel, a matrix product, is shifted.
 
-    Args:
-        gradient: by the outputs, (n, outputs, h, w).
-        weight: (outputs, channels, rows, columns).
-        padding: zeros above and below the inputs, and on both sides.
+    ``gradient``: by the outputs, (n, outputs, h, w). ``weight``: (outputs, channels, rows, columns). ``padding``: zeros
+    above and below the inputs, and on both sides.
 
     Example:
         >>> gradient_by_images(torch.ones(1, 1, 1, 2), torch.tensor([[[[1.0, 10.0]]]]), (0, 0))

@@ -64,15 +64,10 @@ def light_torchvision() -> Any:
 def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, head: str) -> None:
     """Copy pre-trained weights into a torchvision network.
 
-    Args:
-        backbone: the network; changed in place.
-        source: False: nothing is copied. True: torchvision's default weights. The name of one of torchvision's weights
-            (``IMAGENET1K_V1``): those. Anything else: a file.
-        model: torchvision's name of the network.
-        head: path of its last layer, which keeps its new weights if the source has another number of classes.
-
-    Raises:
-        UserError: the weights cannot be found, downloaded or read, do not fit, or are not finite.
+    ``backbone``: the network; changed in place. ``source``: False: nothing is copied. True: torchvision's default
+    weights. The name of one of torchvision's weights (``IMAGENET1K_V1``): those. Anything else: a file. ``head``: path
+    of its last layer, which keeps its new weights if the source has another number of classes. Raises UserError: the
+    weights cannot be found, downloaded or read, do not fit, or are not finite.
     """
     if source is False:
         return
@@ -102,12 +97,8 @@ def must_be_downloaded(source: bool | Path, model: str) -> bool:
 def find_file(path: Path, field: str = "model.pretrained") -> Path:
     """Find a weights file: an absolute path, below FEDSHIFT_WEIGHTS, or below the working directory, in this order.
 
-    Args:
-        path: the path as written in the experiment file.
-        field: path of that option, for the message.
-
-    Raises:
-        UserError: there is no such file; the message lists the places that were searched.
+    ``path``: the path as written in the experiment file. Raises UserError: there is no such file; the message lists the
+    places that were searched.
     """
     path = path.expanduser()
     folder = os.environ.get("FEDSHIFT_WEIGHTS")
@@ -124,8 +115,7 @@ def find_file(path: Path, field: str = "model.pretrained") -> Path:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors or .npz file by name, floats as float32.
 
-    Raises:
-        UserError: the file has another format or cannot be read.
+    Raises UserError: the file has another format or cannot be read.
     """
     suffix = path.suffix.lower()
     if suffix in _PICKLED:
@@ -169,15 +159,8 @@ def _download(model: str, weights: str) -> dict[str, Tensor]:
 def copy_weights(backbone: nn.Module, weights: Mapping[str, Tensor], *, origin: str, model: str, head: str) -> None:
     """Copy weights into a network.
 
-    Args:
-        backbone: the network; changed in place.
-        weights: the weights, by the network's names.
-        origin: where they are from, for messages.
-        model: the network's name, for messages.
-        head: path of its last layer, which keeps its new weights if ``weights`` has another number of classes.
-
-    Raises:
-        UserError: the weights do not fit, or are not finite.
+    ``backbone``: the network; changed in place. ``head``: path of its last layer, which keeps its new weights if
+    ``weights`` has another number of classes. Raises UserError: the weights do not fit, or are not finite.
     """
     needed = dict(backbone.state_dict())
     given = dict(weights)
@@ -203,8 +186,7 @@ def copy_weights(backbone: nn.Module, weights: Mapping[str, Tensor], *, origin: 
 def load_whole(module: nn.Module, path: Path, model: str) -> None:
     """Copy all weights of a file into a network, which has the same names.
 
-    Raises:
-        UserError: the file cannot be read, or the weights do not fit or are not finite.
+    Raises UserError: the file cannot be read, or the weights do not fit or are not finite.
     """
     needed = module.state_dict()
     # Old files of transformers have these counters, which are no weights.

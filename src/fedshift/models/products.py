@@ -35,9 +35,7 @@ def onednn_linear(layer: nn.Linear, inputs: Tensor) -> Tensor:
     torch uses MKL for them, and MKL uses AVX2 kernels on AMD processors. oneDNN uses AVX-512 if the processor has it.
     Results, gradients and second gradients are equal up to the order of summation.
 
-    Args:
-        layer: has W and b.
-        inputs: x, (n, in_features).
+    ``layer``: has W and b. ``inputs``: x, (n, in_features).
     """
     matrix = inputs.dim() == 2 and inputs.device.type == "cpu" and inputs.dtype == torch.float32
     if not matrix or len(inputs) * layer.weight.numel() < _LEAST:
@@ -49,16 +47,8 @@ def onednn_linear(layer: nn.Linear, inputs: Tensor) -> Tensor:
 def with_products(module: M, by: Products) -> M:
     """Choose the library for the products of a module's linear layers.
 
-    Args:
-        module: changed in place: with ``"onednn"`` its linear layers compute as `onednn_linear`. Weights and their
-            names stay.
-        by: the library.
-
-    Returns:
-        ``module`` itself.
-
-    Raises:
-        UserError: torch was built without oneDNN.
+    ``module``: changed in place: with ``"onednn"`` its linear layers compute as `onednn_linear`. Weights and their
+    names stay. Returns ``module`` itself. Raises UserError: torch was built without oneDNN.
     """
     if by == "default":
         return module
@@ -73,14 +63,9 @@ def with_products(module: M, by: Products) -> M:
 def with_precision(module: M, precision: Precision) -> M:
     """Choose the precision of a module's products and convolutions.
 
-    Args:
-        module: changed in place: with ``"bf16"`` or ``"fp16"`` it runs under `torch.autocast`, a network's features and
-            classifier each. What it returns is float32, so equations of methods are computed as before. Weights and
-            their names stay float32.
-        precision: of the products; sums are float32.
-
-    Returns:
-        ``module`` itself.
+    ``module``: changed in place: with ``"bf16"`` or ``"fp16"`` it runs under `torch.autocast`, a network's features and
+    classifier each. What it returns is float32, so equations of methods are computed as before. Weights and their names
+    stay float32. ``precision``: of the products; sums are float32. Returns ``module`` itself.
     """
     if precision != "float32":
         for part in _parts(module):
@@ -93,11 +78,8 @@ def with_compiler(module: M) -> M:
 
     Each size of mini-batch is compiled for itself, so that results do not depend on what a process computed before.
 
-    Args:
-        module: changed in place, a network's features and classifier each. Weights and their names stay.
-
-    Returns:
-        ``module`` itself.
+    ``module``: changed in place, a network's features and classifier each. Weights and their names stay. Returns
+    ``module`` itself.
     """
     for part in _parts(module):
         with_method(part, "forward", _compile(method_of(part, "forward")))

@@ -39,11 +39,7 @@ names = _NETWORKS.names
 
 
 def only_known(name: str) -> None:
-    """Refuse a network that does not come with fedshift.
-
-    Raises:
-        UserError: always.
-    """
+    """Refuse a network that does not come with fedshift. Raises UserError: always."""
     raise UserError(f"model '{name}' does not come with fedshift, and its code was not imported")
 
 
@@ -52,11 +48,7 @@ def any_code(name: str) -> None:
 
 
 def options_class(name: str) -> type[NetworkOptions]:
-    """The options of a network.
-
-    Raises:
-        UserError: there is no network of that name; names the nearest one.
-    """
+    """The options of a network. Raises UserError: there is no network of that name; names the nearest one."""
     return _NETWORKS.find(name)
 
 
@@ -65,14 +57,9 @@ def parse(
 ) -> NetworkOptions:
     """The options that the ``model:`` section of an experiment file describes.
 
-    Args:
-        mapping: the section.
-        folder: where a user's own file is looked up first.
-        permit: called with the name of a network that does not come with fedshift, also of one inside another, before
-            anything is imported. It raises to refuse.
-
-    Raises:
-        UserError: the name or a field is unknown, or a value is out of bounds.
+    ``folder``: where a user's own file is looked up first. ``permit``: called with the name of a network that does not
+    come with fedshift, also of one inside another, before anything is imported. It raises to refuse. Raises UserError:
+    the name or a field is unknown, or a value is out of bounds.
     """
     name = _NETWORKS.name_in(mapping, "model.name")
     is_own = ":" in name
@@ -100,13 +87,7 @@ def parse(
 def check_task(options: NetworkOptions, task: Task, what: str) -> None:
     """Check that a network is for the task of a data set: masks need one of their own.
 
-    Args:
-        options: the network.
-        task: the task of the data set.
-        what: name of the data set, for the message.
-
-    Raises:
-        UserError: the network is for another task.
+    ``what``: name of the data set, for the message. Raises UserError: the network is for another task.
     """
     if options.code is not None:  # what a user's own network says shows when it is built
         return
@@ -126,14 +107,10 @@ def build(options: NetworkOptions, input_shape: tuple[int, ...], classes: int, s
     format, in which convolutions are faster on CPU and GPU. Values and shapes are the same, but call ``contiguous()``
     on their tensors before writing a file format that needs it.
 
-    Args:
-        options: the network.
-        input_shape: shape of one sample, (channels, height, width) or (d,).
-        classes: number of classes, of structures for segmentation, or 1 for a quantity.
-        seed: what the weights are drawn from; the network keeps it as ``seed``.
-
-    Raises:
-        UserError: the network cannot read such samples or is too large for this machine, or there is no class.
+    ``input_shape``: shape of one sample, (channels, height, width) or (d,). ``classes``: number of classes, of
+    structures for segmentation, or 1 for a quantity. ``seed``: what the weights are drawn from; the network keeps it as
+    ``seed``. Raises UserError: the network cannot read such samples or is too large for this machine, or there is no
+    class.
     """
     import torch
 

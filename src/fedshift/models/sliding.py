@@ -17,13 +17,8 @@ def scores_of(network: Callable[[Tensor], Tensor], inputs: Tensor, patch: tuple[
 
     Where parts overlap it is their mean, with the weights of a Gaussian around each part's centre.
 
-    Args:
-        network: says the scores of a batch, (n, structures, …).
-        inputs: the batch, (n, c, …).
-        patch: size of the parts; None: whole samples.
-
-    Raises:
-        UserError: MONAI is needed and not installed.
+    ``network``: says the scores of a batch, (n, structures, …). ``inputs``: the batch, (n, c, …). ``patch``: size of
+    the parts; None: whole samples. Raises UserError: MONAI is needed and not installed.
     """
     if patch is None:
         return network(inputs)

@@ -32,12 +32,12 @@ from fedshift.deploy.crypto.masked_sums import (
 from fedshift.errors import FedshiftError, Refused
 from fedshift.experiment.fits.secure_sums import check_sums
 from fedshift.federation.secure.integer_sums import SMALLEST_ROSTER
-from fedshift.functional.control_variates import next_control
-from fedshift.functional.divergence_weighting import distance_weighted, fused_from_sums
 from fedshift.functional.pairwise_masks import add_masks, unmask
 from fedshift.functional.secret_sharing import SHARE_BYTES
 from fedshift.json_objects import write_object
 from fedshift.methods import registry
+from fedshift.methods.federated.csac import distance_weighted, fused_from_sums
+from fedshift.methods.federated.scaffold import next_control
 from fedshift.weights import Weights
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from tiny import MLP, NORMED, assert_close, domains, federation, run
 
-from fedshift.functional.gradient_matching import masked_by_agreement
 from fedshift.methods.base import Method
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedfish import FederatedFish
-from fedshift.methods.federated.fedgma import FedGMA
+from fedshift.methods.federated.fedgma import FedGMA, masked_by_agreement
 from fedshift.methods.federated.fedirm import FederatedIRM
 from fedshift.methods.federated.fedvrex import FederatedVREx
 from fedshift.methods.pooled.fish import Fish

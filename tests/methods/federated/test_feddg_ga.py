@@ -11,9 +11,8 @@ from lost import lose, site_of
 from tiny import MLP, NORMED, domains, federation, start_of, step_on
 
 from fedshift.functional.averaging import weighted_average
-from fedshift.functional.source_weights import adjusted_shares
 from fedshift.methods.base import State
-from fedshift.methods.federated.feddg_ga import GeneralizationAdjustment, loss_of
+from fedshift.methods.federated.feddg_ga import GeneralizationAdjustment, adjusted_shares, loss_of
 from fedshift.weights import Weights
 
 SITES = ("large", "small", "one")

@@ -7,9 +7,8 @@ import torch
 from tiny import NORMED, assert_close, domains, federation, run, start_of
 
 from fedshift.functional.averaging import parameters_of
-from fedshift.functional.gradient_matching import matching_shares
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.methods.federated.fedomg import FedOMG
+from fedshift.methods.federated.fedomg import FedOMG, matching_shares
 from fedshift.weights import Weights
 
 SIZES = {"large": 41, "small": 5, "other": 16}

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import is_buffer
-from fedshift.functional.label_spreading import spread_labels
 from fedshift.methods.base import State
 from fedshift.methods.federated import recipe_unlabelled
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.methods.federated.recipe_unlabelled import RecipeUnlabelled
+from fedshift.methods.federated.recipe_unlabelled import RecipeUnlabelled, spread_labels
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Site
-from fedshift.functional.adversarial import combine_domains
-from fedshift.methods.pooled.mdan import MDAN
+from fedshift.methods.pooled.mdan import MDAN, combine_domains
 from fedshift.models.network import Network
 
 

@@ -15,14 +15,12 @@ from tiny import CNN, MLP, NORMED, NORMED_CNN
 
 from fedshift.errors import UserError
 from fedshift.federation.site import Envelope
-from fedshift.functional.jigsaw import shuffled_tiles, tile_permutations
-from fedshift.functional.metric_learning import momentum_triplet_loss
-from fedshift.functional.mixing import mixed_styles
 from fedshift.methods import registry
 from fedshift.methods.base import Samples
 from fedshift.methods.composition.mean_teacher import MeanTeacher
-from fedshift.methods.composition.mixstyle import Mixer, beta
-from fedshift.methods.composition.puzzles import Puzzles, tile_mask
+from fedshift.methods.composition.mixstyle import Mixer, beta, mixed_styles
+from fedshift.methods.composition.puzzles import Puzzles, shuffled_tiles, tile_mask, tile_permutations
+from fedshift.methods.composition.triplets import momentum_triplet_loss
 from fedshift.methods.pooled.crossgrad import CrossGrad, with_classes
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.methods.pooled.eisnet import EISNet, Parts

@@ -31,8 +31,7 @@ def keep_freed_memory() -> bool:
 
     Whoever has set one of the C library's own variables has chosen already, and nothing changes.
 
-    Returns:
-        Whether it is kept now; False too where the C library is another, such as musl's, macOS's or Windows's.
+    Returns whether it is kept now; False too where the C library is another, such as musl's, macOS's or Windows's.
     """
     if sys.platform != "linux" or any(os.environ.get(name) for name in _CHOSEN_BY):
         return False

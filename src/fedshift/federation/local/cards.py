@@ -26,21 +26,13 @@ PRETENDED = "FEDSHIFT_PRETENDED_CARDS"
 
 @dataclass(frozen=True)
 class Card:
-    """A graphics card.
+    """A graphics card."""
 
-    Attributes:
-        entry: its name in ``CUDA_VISIBLE_DEVICES``.
-        device: what this process calls it.
-        alone: what a process calls it that sees no other.
-        free: bytes of its memory that are free.
-        kind: its model.
-    """
-
-    entry: str
-    device: str
-    alone: str
-    free: int
-    kind: str
+    entry: str  # its name in ``CUDA_VISIBLE_DEVICES``
+    device: str  # what this process calls it
+    alone: str  # what a process calls it that sees no other
+    free: int  # bytes of its memory that are free
+    kind: str  # its model
 
 
 def _check_device(device: object) -> object:
@@ -72,11 +64,7 @@ def kind_of(device: str) -> str:
 
 
 def cards_of(device: Device) -> tuple[Card, ...]:
-    """The cards that ``all`` or a list names; none for the name of one device.
-
-    Raises:
-        UserError: a card is not here.
-    """
+    """The cards that ``all`` or a list names; none for the name of one device. Raises UserError: a card is not here."""
     if isinstance(device, str) and device != "all":
         return ()
     here = cards_here()
@@ -94,8 +82,7 @@ def cards_of(device: Device) -> tuple[Card, ...]:
 def resolve_device(name: Device) -> str:
     """The device of that name. ``auto`` is the first accelerator, or the CPU; of several cards, that with most memory.
 
-    Raises:
-        UserError: this machine does not have the device.
+    Raises UserError: this machine does not have the device.
     """
     if cards := cards_of(name):
         return dealt(cards, 1)[0].device

@@ -99,11 +99,7 @@ A = TypeVar("A", bound=Done)
 
 
 def answer_of(kind: type[A], message: bytes) -> tuple[dict[str, Any], A]:
-    """A worker's answer: its content, and what it says, of this kind.
-
-    Raises:
-        FedshiftError: the worker's own error.
-    """
+    """A worker's answer: its content, and what it says, of this kind. Raises FedshiftError: the worker's own error."""
     content, header = decode(message)
     if "error" in header:
         failed = Failed.model_validate(header)
@@ -118,9 +114,7 @@ P = TypeVar("P")
 class Once(Generic[P]):
     """What is put somewhere once for all sites of an exchange that get the same object.
 
-    Args:
-        put: puts a piece of content there; None: it does not go there.
-        drop: removes it, when the next exchange begins.
+    ``put``: puts a piece of content there; None: it does not go there.
     """
 
     def __init__(self, put: Callable[[str, Content], P | None], drop: Callable[[P], None] = lambda there: None) -> None:
@@ -246,8 +240,7 @@ class WorkerPool(SharedFiles):
     def receive(self, kind: type[A], worker: int) -> tuple[dict[str, Any], A]:
         """Wait for a worker's answer: its content, and what it says, of this kind.
 
-        Raises:
-            FedshiftError: the worker died, or its own error.
+        Raises FedshiftError: the worker died, or its own error.
         """
         try:
             message = self.connections[worker].recv_bytes()
@@ -283,17 +276,11 @@ class WorkerPool(SharedFiles):
 
 @dataclass
 class _Turns:
-    """The requests of an exchange that one worker answers, one after the other.
+    """The requests of an exchange that one worker answers, one after the other."""
 
-    Attributes:
-        left: those that are not sent.
-        packed: the message of the first of these, if it is made.
-        sent: the sites of those that are sent and not answered.
-    """
-
-    left: deque[Request] = field(default_factory=deque)
-    packed: Any = None
-    sent: deque[str] = field(default_factory=deque)
+    left: deque[Request] = field(default_factory=deque)  # those that are not sent
+    packed: Any = None  # the message of the first of these, if it is made
+    sent: deque[str] = field(default_factory=deque)  # the sites of those that are sent and not answered
 
 
 class PoolFederation(Federation):

@@ -27,8 +27,7 @@ USAGE = "RAY_USAGE_STATS_ENABLED"
 def join_cluster(address: str) -> Iterator[Any]:
     """Join the cluster at an address, ``local`` or that of its head, and leave it at the end. Yields Ray.
 
-    Raises:
-        UserError: Ray is not installed, or no cluster answers at the address.
+    Raises UserError: Ray is not installed, or no cluster answers at the address.
     """
     os.environ[USAGE] = "0"  # before the import; nothing is sent to Ray's makers
     ray = import_extra("ray", extra="ray", what="engine.name: ray")
@@ -53,11 +52,7 @@ def join_cluster(address: str) -> Iterator[Any]:
 
 
 def _call_at(address: str) -> None:
-    """See that something listens at HOST:PORT; Ray itself would try for minutes.
-
-    Raises:
-        UserError: nothing does.
-    """
+    """See that something listens at HOST:PORT; Ray itself would try for minutes. Raises UserError: nothing does."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not (host and port.isdecimal()):
         return  # local, or auto: Ray knows where
@@ -70,8 +65,7 @@ def _call_at(address: str) -> None:
 def check_room(ray: Any, processes: int, threads: int, cards: float) -> None:
     """Check that so many processes have room in the cluster at the same time.
 
-    Raises:
-        UserError: they have not. Ray would wait for ever.
+    Raises UserError: they have not. Ray would wait for ever.
     """
     if processes > (room := room_for(ray, threads, cards)):
         have = ray.cluster_resources()
@@ -108,11 +102,7 @@ def settle_in(variables: Mapping[str, str], threads: int) -> None:
 
 
 def wait_for(ray: Any, answers: Sequence[Any], seconds: float) -> list[Any]:
-    """Those of ``answers`` that are there, at least one.
-
-    Raises:
-        FedshiftError: none came in time.
-    """
+    """Those of ``answers`` that are there, at least one. Raises FedshiftError: none came in time."""
     there, _ = ray.wait(list(answers), num_returns=1, timeout=seconds)
     if not there:
         raise FedshiftError(

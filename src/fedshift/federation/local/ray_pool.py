@@ -35,18 +35,9 @@ class SitesActor:
 class RayPool(SharedFiles):
     """Actors that share the sites of a run. It serves any number of runs, one after another.
 
-    Args:
-        address: of the cluster.
-        actors: how many.
-        threads: of each.
-        cards: of each, a share or a number.
-        wait: seconds until an answer that does not come is an error.
-        folder: a folder that all nodes see, for samples.
-        device: what each actor calls its card; None: the device is that of the setting.
-
-    Raises:
-        UserError: the cluster is not there, or has no room.
-        SitesLost: the actors do not start in time.
+    ``wait``: seconds until an answer that does not come is an error. ``folder``: a folder that all nodes see, for
+    samples. ``device``: what each actor calls its card; None: the device is that of the setting. Raises UserError: the
+    cluster is not there, or has no room. Raises SitesLost: the actors do not start in time.
     """
 
     def __init__(

@@ -36,11 +36,7 @@ _FASTER_BELOW = 1e7
 def check_side_by_side(
     name: str, network: Network, training: Training, input_shape: Sequence[int], *, in_parts: bool, plugged: bool
 ) -> None:
-    """Refuse sites that cannot train side by side; arguments as of `no_side_by_side`.
-
-    Raises:
-        UserError: they cannot.
-    """
+    """Refuse sites that cannot train side by side; arguments as of `no_side_by_side`. Raises UserError: they cannot."""
     if fault := no_side_by_side(name, network, training, input_shape, in_parts=in_parts, plugged=plugged):
         raise UserError(f"engine.sites: side_by_side: {fault}; or leave it out")
 
@@ -50,13 +46,7 @@ def no_side_by_side(
 ) -> str:
     """Why the sites of a method cannot train side by side; empty if they can.
 
-    Args:
-        name: of the method.
-        network: what its sites train.
-        training: how they train.
-        input_shape: of one sample.
-        in_parts: whether the method gives its calls in parts.
-        plugged: whether they have plug-ins.
+    ``in_parts``: whether the method gives its calls in parts.
     """
     fault = ""
     if not in_parts:
@@ -100,13 +90,7 @@ def _no_stack(network: Network, input_shape: Sequence[int]) -> str:
 
 
 def faster_side_by_side(network: Network, input_shape: Sequence[int], batch_size: int) -> bool:
-    """Whether sites of a network that can train side by side are faster so, by what was measured on processors.
-
-    Args:
-        network: what sites train.
-        input_shape: of one sample.
-        batch_size: samples of a mini-batch.
-    """
+    """Whether sites of a network that can train side by side are faster so, by what was measured on processors."""
     if _layers(network) is not None:
         return True
     # A multiplication and an addition for each weight, forward; a backward pass takes twice as many.
@@ -170,14 +154,8 @@ def _scores(network: nn.Module, tensors: Mapping[str, Tensor], inputs: Tensor) -
 def minimise_together(fits: Sequence[LocalFit]) -> list[tuple[float, float]]:
     """`Site.minimise` of several sites, whose networks are alike.
 
-    Args:
-        fits: what each site trains, in place.
-
-    Returns:
-        For each the mean loss of its mini-batches and that of the first; 0 if there was none.
-
-    Raises:
-        FedshiftError: a network or a loss is not one that `check_side_by_side` accepts.
+    ``fits``: what each site trains, in place. Returns for each the mean loss of its mini-batches and that of the first;
+    0 if there was none. Raises FedshiftError: a network or a loss is not one that `check_side_by_side` accepts.
     """
     if not fits:
         return []
@@ -260,10 +238,8 @@ class _Stack:
     def _losses(self, scores: Tensor, drawn: Sequence[Batch], shares: Tensor) -> tuple[Tensor, Tensor]:
         """The losses (sites,), and the gradients of the scores.
 
-        Args:
-            scores: (sites, b, outputs).
-            drawn: the mini-batches.
-            shares: (sites, b), the share of each row in the mean over its mini-batch; 0 beyond its end.
+        ``scores``: (sites, b, outputs). ``shares``: (sites, b), the share of each row in the mean over its mini-batch;
+        0 beyond its end.
         """
         if self.fits[0].site.objective == CLASSES:
             labels = _pad([batch.targets for batch in drawn]).unsqueeze(2)

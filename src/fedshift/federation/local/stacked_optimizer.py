@@ -16,11 +16,8 @@ class StackedOptimizer:
     Each site has its own optimiser, as if it trained alone. Rates, settings and remembered momentum are read from it,
     and `keep` writes momentum back to it. So schedules, rates of layers and kept momentum need no code here.
 
-    Args:
-        fits: what the sites train.
-        own: the parameters of each site's network.
-        tensors: the same, each with a row for every site.
-        by_layer: whether gradients come layer by layer, through `add`, or all together, through `take`.
+    ``tensors``: the same, each with a row for every site. ``by_layer``: whether gradients come layer by layer, through
+    `add`, or all together, through `take`.
     """
 
     def __init__(
@@ -75,10 +72,8 @@ class StackedOptimizer:
     def add(self, layer: int, slopes: Tensor, reads: Tensor) -> None:
         """Take in the gradients of a linear layer.
 
-        Args:
-            layer: its number, from 0.
-            slopes: the gradients of what it gives, (sites, b, outputs).
-            reads: what it reads, (sites, b, inputs).
+        ``layer``: its number, from 0. ``slopes``: the gradients of what it gives, (sites, b, outputs). ``reads``: what
+        it reads, (sites, b, inputs).
         """
         weight, bias = 2 * layer, 2 * layer + 1
         crossed = slopes.transpose(1, 2)

@@ -71,19 +71,12 @@ _PLACES_OF_BOXES = TypeAdapter(list[tuple[NonNegativeInt, str, str]], config=Con
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """What a site sealed of one reply: a model, or several by site.
+    """What a site sealed of one reply: a model, or several by site."""
 
-    Attributes:
-        passage: where from, and for whom.
-        keys: reader → its public key, and the box's key sealed for it.
-        models: how each model looks, by site; one model alone is under the empty name.
-        content: the parts as tensors of bytes (n,).
-    """
-
-    passage: Passage
-    keys: Mapping[str, tuple[bytes, bytes]]
-    models: Mapping[str, Sequence[Shape]]
-    content: Mapping[str, Tensor]
+    passage: Passage  # where from, and for whom
+    keys: Mapping[str, tuple[bytes, bytes]]  # reader → its public key, and the box's key sealed for it
+    models: Mapping[str, Sequence[Shape]]  # how each model looks, by site; one model alone is under the empty name
+    content: Mapping[str, Tensor]  # the parts as tensors of bytes (n,)
 
     @staticmethod
     def description(passage: Passage, keys: Mapping[str, tuple[bytes, bytes]], models: Mapping[str, Weights]) -> bytes:
@@ -108,12 +101,8 @@ class Box:
     def read(content: Content | None, most: int | None = None) -> Box:
         """The inverse of `of`.
 
-        Args:
-            content: what should be a box.
-            most: the most bytes of it, see `most_bytes`; None: any number.
-
-        Raises:
-            FedshiftError: it is no box, or too large.
+        ``most``: the most bytes of it, see `most_bytes`; None: any number. Raises FedshiftError: it is no box, or too
+        large.
         """
         if not isinstance(content, Sealed) or set(content) != set(_PARTS):
             raise FedshiftError("it holds no sealed model")
@@ -201,8 +190,7 @@ class Package:
     def of(weights: Weights) -> tuple[Package, Weights]:
         """Take a model apart into its sealed parts and what is in clear.
 
-        Raises:
-            FedshiftError: it has a part of a sealed model, which nobody could open as such.
+        Raises FedshiftError: it has a part of a sealed model, which nobody could open as such.
         """
         clear: dict[str, Tensor] = {}
         result: dict[tuple[int, str], dict[str, str]] = {}
@@ -234,11 +222,7 @@ class Package:
 
     @staticmethod
     def read(content: Content | None, most: int | None = None) -> Package:
-        """The inverse of `content`; ``most`` bytes of each box.
-
-        Raises:
-            FedshiftError: it is none.
-        """
+        """The inverse of `content`; ``most`` bytes of each box. Raises FedshiftError: it is none."""
         if not isinstance(content, Sealed) or _PLACES not in content or len(content) > 1 + _MOST_BOXES * len(_PARTS):
             raise FedshiftError("it holds no sealed model")
         groups: dict[str, dict[str, Tensor]] = {}
@@ -263,12 +247,7 @@ class Package:
     def whole(self, clear: Mapping[str, Tensor], models: Callable[[Box], Mapping[str, Weights]]) -> Weights:
         """The model put together again.
 
-        Args:
-            clear: its tensors that are not sealed.
-            models: the models in a box, opened or closed.
-
-        Raises:
-            FedshiftError: two tensors have one name.
+        ``models``: the models in a box, opened or closed. Raises FedshiftError: two tensors have one name.
         """
         opened = [models(box) for box in self.boxes]
         parts = [(prefix, opened[number][model]) for number, model, prefix in self.places]
@@ -307,8 +286,7 @@ def is_closed(weights: Mapping[str, Tensor]) -> bool:
 def to_sendable(value: Any) -> Any:
     """Content as it is sent: what has sealed parts as packages.
 
-    Raises:
-        FedshiftError: a model is sealed in part, which content of a message may not be.
+    Raises FedshiftError: a model is sealed in part, which content of a message may not be.
     """
     if isinstance(value, Weights) and is_closed(value):
         package, clear = Package.of(value)
@@ -331,8 +309,7 @@ def in_two(name: str, weights: Weights) -> dict[str, Content]:
 def in_one(name: str, content: Mapping[str, Content]) -> Content | None:
     """The inverse of `in_two`, with its sealed parts still closed; what is no model as it is.
 
-    Raises:
-        FedshiftError: its sealed parts cannot be read.
+    Raises FedshiftError: its sealed parts cannot be read.
     """
     result, clear = content.get(name), content.get(f"{name} in clear")
     if not isinstance(result, Sealed):

@@ -42,17 +42,12 @@ def threshold(roster: int, colluders: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Weighing:
-    """How contributions are weighted.
+    """How contributions are weighted."""
 
-    Attributes:
-        by: ``samples`` weighs a site by its N_k, ``uniform`` by 1.
-        exponent: N_k is divided by 2 to this power, so that weights sum to at most 1; a power of two changes no digit.
-        terms: how many sites are asked.
-    """
-
-    by: By
+    by: By  # ``samples`` weighs a site by its N_k, ``uniform`` by 1
+    # N_k is divided by 2 to this power, so that weights sum to at most 1; a power of two changes no digit
     exponent: int
-    terms: int
+    terms: int  # how many sites are asked
 
     @staticmethod
     def of(by: By, samples: Sequence[int]) -> Weighing:
@@ -75,15 +70,10 @@ class LayoutEntry(RootModel[tuple[tuple[str, ...], tuple[_Tensor, ...]]]):
 
 @dataclass(frozen=True)
 class Layout:
-    """What the integers of a contribution stand for after the one and the weight.
+    """What the integers of a contribution stand for after the one and the weight."""
 
-    Attributes:
-        numbers: names of the fields that are numbers.
-        tensors: field, kind, name, type and shape of each tensor.
-    """
-
-    numbers: tuple[str, ...]
-    tensors: tuple[tuple[str, str, str, str, tuple[int, ...]], ...]
+    numbers: tuple[str, ...]  # names of the fields that are numbers
+    tensors: tuple[tuple[str, str, str, str, tuple[int, ...]], ...]  # field, kind, name, type and shape of each tensor
 
     @property
     def entry(self) -> LayoutEntry:
@@ -97,11 +87,7 @@ class Layout:
 
     @staticmethod
     def read(entry: LayoutEntry | None) -> Layout:
-        """From a message.
-
-        Raises:
-            FedshiftError: there is none, or one of tensors that no sum has.
-        """
+        """From a message. Raises FedshiftError: there is none, or one of tensors that no sum has."""
         result = None if entry is None else Layout(*entry.root)
         known = result is not None and all(
             kind in KINDS and dtype in _DTYPES for _, kind, _, dtype, _ in result.tensors
@@ -166,11 +152,7 @@ class Total:
         self.layout: Layout | None = None
 
     def add(self, site: str, added: Contribution) -> None:
-        """Add a site's contribution.
-
-        Raises:
-            FedshiftError: it is laid out otherwise than those before.
-        """
+        """Add a site's contribution. Raises FedshiftError: it is laid out otherwise than those before."""
         numbers = added.numbers["sum"]
         if self.numbers is None or self.layout is None:
             self.layout, self.numbers = added.layout, numbers.clone()
@@ -183,8 +165,7 @@ class Total:
     def mean(self) -> Mean:
         """The weighted mean of what was added.
 
-        Raises:
-            FedshiftError: nothing was added, or masks are still on the sum.
+        Raises FedshiftError: nothing was added, or masks are still on the sum.
         """
         if self.numbers is None or self.layout is None:
             raise FedshiftError("no site answered")

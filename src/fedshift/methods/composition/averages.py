@@ -14,32 +14,25 @@ NeurIPS 2021.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
 
-from fedshift.functional.averaging import dense_window, weighted_average
+from fedshift.functional.averaging import weighted_average
 from fedshift.methods.choices import read_choice
 from fedshift.weights import Weights
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What an average remembers: plain data, since it goes into the checkpoint.
+    """What an average remembers: plain data, since it goes into the checkpoint."""
 
-    Attributes:
-        recent: models of the last rounds, the newest last.
-        mean: of models of earlier rounds.
-        count: of those models.
-        losses: of the rounds' models on the sources' held-out parts.
-    """
-
-    recent: tuple[Weights, ...] = ()
-    mean: Weights | None = None
-    count: int = 0
-    losses: tuple[float, ...] = ()
+    recent: tuple[Weights, ...] = ()  # models of the last rounds, the newest last
+    mean: Weights | None = None  # of models of earlier rounds
+    count: int = 0  # of those models
+    losses: tuple[float, ...] = ()  # of the rounds' models on the sources' held-out parts
 
     def with_mean(self, *models: Weights, share: float | None = None) -> Kept:
         """The same with further models in the mean; ``share`` is the mean's so far, None gives each model the same."""
@@ -65,10 +58,7 @@ class Averaging(BaseModel, ABC):
     def judge(self, kept: Kept, measured: Mapping[str, float], less_is_better: bool = False) -> Kept:
         """What is remembered once the round's model was measured at the sources. Not after the last one.
 
-        Args:
-            kept: what is remembered so far.
-            measured: source → percent, or with ``less_is_better`` an error.
-            less_is_better: whether they are errors.
+        ``measured``: source → percent, or with ``less_is_better`` an error.
         """
         return kept
 
@@ -170,3 +160,19 @@ def _read(value: Any) -> Any:
 
 AverageOption = Annotated[Annotated[AnyAverage, Field(discriminator="kind")] | None, BeforeValidator(_read)]
 """The field ``average`` of a method."""
+
+
+def dense_window(losses: Sequence[float], settled: int, patience: int, ratio: float) -> tuple[int | None, int | None]:
+    """The models that SWAD averages, by their validation losses so far (Cha et al., NeurIPS 2021).
+
+    The window begins at the first model whose loss is the least of ``settled`` in a row. It ends before the first
+    ``patience`` losses in a row that are all above the tolerance: ``ratio`` times the mean of the losses with which it
+    began.
+    """
+    runs = range(len(losses) - settled + 1)
+    start = next((first for first in runs if losses[first] == min(losses[first : first + settled])), None)
+    if start is None:
+        return None, None
+    tolerance = ratio * sum(losses[start : start + settled]) / settled
+    ends = range(start + 1, len(losses) - patience + 1)
+    return start, next((end for end in ends if min(losses[end : end + patience]) > tolerance), None)

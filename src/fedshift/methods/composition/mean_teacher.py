@@ -13,10 +13,8 @@ from fedshift.functional.distillation import move_towards
 class MeanTeacher(nn.Module):
     """θ̄, the exponential average of a network's weights. It counts its steps, so it can be kept between rounds.
 
-    Args:
-        network: What it follows; its weights are the start.
-        momentum: m of θ̄ ← m θ̄ + (1 − m) θ.
-        warm_up: Whether m is at most 1 − 1/(t + 1) in step t, so that the start is forgotten.
+    ``network``: what it follows; its weights are the start. ``momentum``: m of θ̄ ← m θ̄ + (1 − m) θ. ``warm_up``:
+    whether m is at most 1 − 1/(t + 1) in step t, so that the start is forgotten.
     """
 
     steps: Tensor

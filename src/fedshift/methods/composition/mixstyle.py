@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fedshift.errors import UserError, nearest
 from fedshift.federation.site import PlugIn, Site
-from fedshift.functional.mixing import mixed_styles, partners_in_the_other_half
+from fedshift.functional.styles import channel_styles
 from fedshift.methods.composition.plug_in import LocalOption, check_images, maps_of
 from fedshift.models.network import Network
 
@@ -81,11 +81,8 @@ class _MixStyle(PlugIn):
 class Mixer:
     """Mixes the styles of a network's stages in training mode.
 
-    Args:
-        probability: p.
-        alpha: α.
-        draws: Draws whether to mix, λ and the partners.
-        across: Whether a partner is of the other half of the batch, which is of another domain; else of the batch.
+    ``alpha``: α. ``draws``: draws whether to mix, λ and the partners. ``across``: whether a partner is of the other
+    half of the batch, which is of another domain; else of the batch.
     """
 
     def __init__(self, probability: float, alpha: float, draws: torch.Generator, across: bool) -> None:
@@ -129,3 +126,33 @@ def beta(alpha: float, number: int, draws: torch.Generator) -> Tensor:
         total = torch.logaddexp(logs[0], logs[1])
         result = torch.cat([result, (logs[0] - total).exp()[total <= 0]])
     return result[:number]
+
+
+def mixed_styles(maps: Tensor, order: Tensor, weights: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """``σ_mix (x − μ)/σ + μ_mix`` with ``σ_mix = λσ + (1−λ)σ'`` and ``μ_mix = λμ + (1−λ)μ'``, per sample and channel.
+
+    ``σ = sqrt(var + ε)`` with the unbiased variance over positions. Means and deviations are constants for
+    back-propagation. Source: MixStyle (Zhou, Yang, Qiao, Xiang, ICLR 2021, equations 3 to 5).
+    """
+    if maps.dim() != 4 or not order.shape == weights.shape == maps.shape[:1] or maps[0, 0].numel() < 2:
+        raise UserError(
+            f"styles mix in feature maps (n, c, h, w) of more than one position with n partners and n weights, found "
+            f"{tuple(maps.shape)}, {tuple(order.shape)} and {tuple(weights.shape)}"
+        )
+    means, deviations = channel_styles(maps.detach(), epsilon, unbiased=True)
+    mean, deviation = (torch.lerp(moments[order], moments, weights[:, None]) for moments in (means, deviations))
+    scale = deviation / deviations
+    return torch.addcmul((mean - means * scale)[:, :, None, None], maps, scale[:, :, None, None])
+
+
+def partners_in_the_other_half(number: int, generator: torch.Generator) -> Tensor:
+    """A partner for each sample: the other half of the batch, in a random order (MixStyle "with domain label").
+
+    Each sample is the partner of one other, so half a batch of one domain takes the styles of a half of another.
+    Source: Dassl.pytorch, dassl/modeling/ops/mixstyle.py, MixStyle.forward, ``crossdomain``.
+    """
+    half = number // 2
+    first, second = torch.randperm(half, generator=generator), half + torch.randperm(number - half, generator=generator)
+    if half == 0:
+        return second
+    return torch.cat([second[:half], first, first[: number - 2 * half]])

@@ -9,29 +9,27 @@ the trained one.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fedshift.data.site_data import mixed_order
 from fedshift.data.tasks.objective import CLASSES
-from fedshift.functional.templates import turned_templates
+from fedshift.functional.losses import entropy_of_logits
 from fedshift.models.network import Network
 from fedshift.models.normalisation import adapted_to
 
 
 @dataclass(frozen=True)
 class NewSite:
-    """How a network is adapted to the samples of an unseen site.
+    """How a network is adapted to the samples of an unseen site."""
 
-    Attributes:
-        batch_norm: how many samples BatchNorm's trained statistics count for; None: they stay.
-        classifier: how many samples of its class a row of the trained classifier counts for; None: it stays.
-    """
-
-    batch_norm: int | None = None
+    batch_norm: int | None = None  # how many samples BatchNorm's trained statistics count for; None: they stay
+    # how many samples of its class a row of the trained classifier counts for; None: it stays
     classifier: int | None = None
 
     def order(self, samples: int) -> Tensor | None:
@@ -45,9 +43,8 @@ class NewSite:
     def adapt(self, network: Network, batches: Callable[[], Iterable[Tensor]]) -> Network:
         """The network that predicts there, in evaluation mode.
 
-        Args:
-            network: the trained one. It is not changed.
-            batches: begins a pass over the inputs, in the order that `order` gives.
+        ``network``: the trained one. It is not changed. ``batches``: begins a pass over the inputs, in the order that
+        `order` gives.
         """
         if self.batch_norm is not None:
             network = adapted_to(network, batches(), self.batch_norm)
@@ -73,3 +70,29 @@ def _turn_classifier(network: Network, batches: Iterable[Tensor], prior: int) ->
 def turns(network: Network) -> bool:
     """Whether the classifier is one linear layer, whose rows can be turned."""
     return type(network).forward is Network.forward and isinstance(network.classifier, nn.Linear)
+
+
+@torch.no_grad()
+def turned_templates(templates: Tensor, logits: Tensor, features: Tensor, prior: int) -> Tensor:
+    """A linear classifier turned towards samples without labels, ``(1 − s)·w_k/‖w_k‖ + s·mean(z_i/‖z_i‖)``, (C, d).
+
+    The mean is over the half of the samples predicted as class k whose prediction has the least entropy, rounded up. A
+    class that is never predicted keeps w_k. Every row gets the same norm, the mean norm of the w_k, and there is no
+    bias: it says how frequent the classes were where the classifier was trained.
+
+    s = n/(n + N·C) is the same for all classes. Features of all classes have much in common, so a class that turned
+    further towards its samples than another would win samples of the other.
+
+    Source: T3A (Iwasawa, Matsuo, NeurIPS 2021), where samples come one by one, w_k counts as one sample of its class,
+    and a fixed number of samples is kept for each class.
+    """
+    rows, size = functional.normalize(templates), templates.norm(dim=1).mean()
+    unit, doubt, predicted = functional.normalize(features), entropy_of_logits(logits), logits.argmax(1)
+    share = len(features) / (len(features) + prior * len(rows)) if len(features) else 0.0
+    turned = rows.clone()
+    for number in sorted(set(predicted.tolist())):
+        members = (predicted == number).nonzero()[:, 0]
+        surest = members[doubt[members].argsort(stable=True)[: math.ceil(len(members) / 2)]]
+        turned[number] = (1 - share) * rows[number] + share * unit[surest].mean(0)
+    result: Tensor = size * functional.normalize(turned)
+    return result

@@ -42,28 +42,18 @@ _OF_TRAITS = frozenset(field.name for field in fields(Traits)) | {"scenario", "n
 
 @dataclass(frozen=True)
 class AtSites:
-    """What is composed at sites.
+    """What is composed at sites."""
 
-    Attributes:
-        local: plug-ins of the sites' training.
-        new_site: what the network takes from an unseen site's samples.
-    """
-
-    local: tuple[LocalOption, ...]
-    new_site: NewSite
+    local: tuple[LocalOption, ...]  # plug-ins of the sites' training
+    new_site: NewSite  # what the network takes from an unseen site's samples
 
 
 @dataclass(frozen=True)
 class AtServer:
-    """What is composed at the server.
+    """What is composed at the server."""
 
-    Attributes:
-        optimizer: its step after a round; None: the model is what the method made.
-        average: how the rounds' models become the one that is handed out.
-    """
-
-    optimizer: ServerOptimizer
-    average: Averaging
+    optimizer: ServerOptimizer  # its step after a round; None: the model is what the method made
+    average: Averaging  # how the rounds' models become the one that is handed out
 
 
 class Composed(BaseModel, ABC):
@@ -191,8 +181,7 @@ def _build_included(method: Composed, kind: type[P]) -> P:
 def training_of(method: Composed, training: Training) -> Training:
     """How a method's sites train in an experiment with this training section.
 
-    Raises:
-        ValidationError: the method's changes do not go with it.
+    Raises ValidationError: the method's changes do not go with it.
     """
     return training if method.training is None else method.training.on(training)
 
@@ -220,11 +209,7 @@ def described_setting(method: Composed) -> str:
 
 
 def check_options(method: Composed) -> None:
-    """Check that a method's options go with each other and with its traits.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Check that a method's options go with each other and with its traits. Raises ValueError: they do not."""
     _server_fits(method)
     _plug_ins_fit(method)
     _preparation_fits(method)

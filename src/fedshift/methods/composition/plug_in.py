@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict
 from fedshift.data.domain import ALL_TASKS, Task
 from fedshift.errors import UserError
 from fedshift.federation.site import PlugIn, Site
-from fedshift.functional.jigsaw import GRID
 from fedshift.models.made_up import made_up, reads_tokens
 from fedshift.models.network import Network
 
@@ -45,8 +44,7 @@ class LocalOption(BaseModel, ABC):
     def check(self, network: Network, input_shape: tuple[int, ...]) -> None:
         """Check that the options fit the network and the samples, before any training.
 
-        Raises:
-            UserError: they do not fit.
+        Raises UserError: they do not fit.
         """
 
 
@@ -74,3 +72,11 @@ def maps_of(network: Network, stages: tuple[str, ...], input_shape: tuple[int, .
     with torch.no_grad():
         _, result = network.eval().with_stages(made_up(network, 1, input_shape), stages)
     return {name: tuple(output.shape[1:]) for name, output in result.items()}
+
+
+GRID = 3
+"""Tiles in a row and in a column."""
+
+
+MOST = 71
+"""Permutations that `tile_permutations` knows beside the order itself."""

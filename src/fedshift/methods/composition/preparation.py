@@ -44,6 +44,5 @@ class Preparation(BaseModel, ABC):
     def check(self, network: Network, input_shape: tuple[int, ...], sources: int) -> None:
         """Check that the options fit the network, samples of this shape, and so many sources, before any training.
 
-        Raises:
-            UserError: they do not fit.
+        Raises UserError: they do not fit.
         """

@@ -13,10 +13,10 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
 from fedshift.data.domain import WITHOUT_MASKS
+from fedshift.errors import UserError
 from fedshift.federation.site import Batch, LossOf, PlugIn, Site
 from fedshift.functional.colour import grey
-from fedshift.functional.jigsaw import GRID, MOST, shuffled_tiles, tile_permutations
-from fedshift.methods.composition.plug_in import LocalOption, check_tiles
+from fedshift.methods.composition.plug_in import GRID, MOST, LocalOption, check_tiles
 from fedshift.models.network import Network
 
 
@@ -64,11 +64,7 @@ class _Jigsaw(PlugIn):
 class Puzzles:
     """Shuffles the tiles of some images of a batch.
 
-    Args:
-        site: Whose images these are; its generator for "puzzles" draws.
-        permutations: P.
-        ordered: β.
-        greyscale: Probability that a tile loses its colour.
+    ``site``: whose images these are; its generator for "puzzles" draws. ``ordered``: β.
     """
 
     def __init__(self, site: Site, permutations: int, ordered: float, greyscale: float) -> None:
@@ -101,3 +97,49 @@ def tile_mask(chosen: Tensor, images: Tensor) -> Tensor:
     rows = ((torch.arange(height) - (height % GRID) // 2) // (height // GRID)).clamp(0, GRID - 1)
     columns = ((torch.arange(width) - (width % GRID) // 2) // (width // GRID)).clamp(0, GRID - 1)
     return chosen[:, rows[:, None] * GRID + columns][:, None].to(images.device)
+
+
+def tile_permutations(number: int) -> Tensor:
+    """The order itself and ``number`` permutations of the nine tiles, any two of which agree in at most one tile.
+
+    They are the maps i → a·i + b of the field with nine elements; that two of them agree at most once is the largest
+    distance that more than nine permutations can have. JiGen (Carlucci et al., CVPR 2019) searches for permutations of
+    large Hamming distance at random.
+    """
+    if not 0 <= number <= MOST:
+        raise UserError(f"there are {MOST} permutations of nine tiles that differ enough, not {number}")
+    result = [[_sum(_product(a, i), b) for i in range(9)] for b in range(9) for a in range(1, 9)]
+    return torch.tensor(result[: number + 1])
+
+
+def _sum(left: int, right: int) -> int:
+    """The sum of two numbers x + y·√−1 with x and y modulo 3, each written as x + 3y."""
+    return (left + right) % 3 + 3 * ((left // 3 + right // 3) % 3)
+
+
+def _product(left: int, right: int) -> int:
+    a, b, c, d = left % 3, left // 3, right % 3, right // 3
+    return (a * c - b * d) % 3 + 3 * ((a * d + b * c) % 3)
+
+
+def shuffled_tiles(images: Tensor, orders: Tensor) -> Tensor:
+    """Images whose nine tiles lie in another order. Rows and columns beyond a multiple of three stay.
+
+    Source: JiGen (Carlucci et al., CVPR 2019, section 3).
+    """
+    if images.dim() != 4 or min(images.shape[2:]) < GRID or orders.shape != (len(images), GRID * GRID):
+        raise UserError(
+            f"tiles need images (n, c, h, w) of at least {GRID}×{GRID} pixels and n orders of nine, found "
+            f"{tuple(images.shape)} and {tuple(orders.shape)}"
+        )
+    number, channels = images.shape[:2]
+    high, wide = (side // GRID for side in images.shape[2:])
+    top, left = ((side % GRID) // 2 for side in images.shape[2:])
+    inner = images[:, :, top : top + GRID * high, left : left + GRID * wide]
+    tiles = inner.reshape(number, channels, GRID, high, GRID, wide).permute(0, 2, 4, 1, 3, 5)
+    tiles = tiles.reshape(number, GRID * GRID, channels, high, wide)
+    moved = tiles[torch.arange(number, device=images.device)[:, None], orders]
+    moved = moved.reshape(number, GRID, GRID, channels, high, wide).permute(0, 3, 1, 4, 2, 5)
+    result = images.clone()
+    result[:, :, top : top + GRID * high, left : left + GRID * wide] = moved.reshape(inner.shape)
+    return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Literal
 
@@ -13,7 +13,6 @@ from torch.func import functional_call
 
 from fedshift.errors import UserError
 from fedshift.federation.site import Batch, LossOf, PlugIn, Site
-from fedshift.functional.sharpness import worst_nearby
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models.network import Network
 
@@ -182,3 +181,27 @@ def residual_branches(network: nn.Module) -> list[nn.Module]:
         elif hasattr(block, "downsample") and hasattr(block, "bn2"):
             result.append(block.get_submodule("bn3" if hasattr(block, "bn3") else "bn2"))
     return result
+
+
+def worst_nearby(
+    parameters: Mapping[str, Tensor],
+    gradients: Sequence[Tensor],
+    radius: float,
+    *,
+    adaptive: bool,
+    eta: float = 0.2,
+    biases: bool = True,
+) -> dict[str, Tensor]:
+    """``θ + ε`` with ``ε = ρ g/‖g‖`` (SAM) or ``ε = ρ T²g/‖Tg‖, T = |θ| + η`` (ASAM).
+
+    ε is a constant for back-propagation, so a gradient taken at θ + ε arrives at θ. Sources: Foret, Kleiner, Mobahi,
+    Neyshabur (ICLR 2021, equation 2); Kwon, Kim, Park, Choi (ICML 2021, equation 4).
+    """
+    scales = [
+        value.detach().abs() + eta if adaptive and (biases or "weight" in name) else torch.ones_like(value)
+        for name, value in parameters.items()
+    ]
+    scaled = [scale * gradient.detach() for scale, gradient in zip(scales, gradients, strict=True)]
+    norm = torch.stack([tensor.square().sum() for tensor in scaled]).sum().sqrt().clamp_min(1e-12)
+    moves = [radius * scale * tensor / norm for scale, tensor in zip(scales, scaled, strict=True)]
+    return {name: value + move for (name, value), move in zip(parameters.items(), moves, strict=True)}

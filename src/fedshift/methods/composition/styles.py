@@ -30,7 +30,7 @@ from fedshift.federation.replies import LARGEST_VALUE, About, Bounds, Tensors
 from fedshift.federation.site import Site
 from fedshift.functional.colour import grey, lab_to_rgb, rgb_to_lab
 from fedshift.functional.spectra import interpolate_amplitudes, low_frequencies
-from fedshift.functional.styles import StyleAccumulator, adain, channel_styles, style_assignment
+from fedshift.functional.styles import EPSILON, adain, channel_styles
 from fedshift.methods.composition.preparation import Preparation
 from fedshift.models.made_up import made_up
 from fedshift.models.network import Network
@@ -373,8 +373,7 @@ class LowFrequencies(StyleSpace):
 class Columns(StyleSpace):
     """For vectors: mean and deviation of every column over a site's samples, as for an image's channels.
 
-    Args:
-        own: the style of the site whose samples are changed.
+    ``own``: the style of the site whose samples are changed.
     """
 
     def __init__(self, site_style: Style | None = None) -> None:
@@ -404,13 +403,10 @@ def overall(batches: Iterable[Tensor]) -> Style:
 class Styler:
     """Changes a site's samples to the styles of a bank when they are drawn for training.
 
-    Args:
-        space: applies styles. None: they are applied to the network's features, see `hook`.
-        bank: the styles, tensors (K, J, …).
-        domains: which of the K domains each of a sample's L versions has, (N, L).
-        numbers: which of the J styles it has, (N, L).
-        own: the site's domain. In this style, samples are unchanged.
-        unbiased: as in `adain`.
+    ``space``: applies styles. None: they are applied to the network's features, see `hook`. ``bank``: the styles,
+    tensors (K, J, …). ``domains``: which of the K domains each of a sample's L versions has, (N, L). ``numbers``: which
+    of the J styles it has, (N, L). ``own``: the site's domain. In this style, samples are unchanged. ``unbiased``: as
+    in `adain`.
     """
 
     def __init__(
@@ -490,12 +486,8 @@ _DECODER = (256, "up", 256, 256, 256, 128, "up", 128, 64, "up", 64, 3)
 def encoder(file: Path, field: str) -> nn.Sequential:
     """The encoder: maps images (n, 3, h, w) in [0, 1] to (n, 512, ⌈h/8⌉, ⌈w/8⌉).
 
-    Args:
-        file: file of weights.
-        field: path of the option that names the file, for messages.
-
-    Raises:
-        UserError: the file is missing or does not fit.
+    ``field``: path of the option that names the file, for messages. Raises UserError: the file is missing or does not
+    fit.
     """
     layers: list[nn.Module] = [nn.Conv2d(3, 3, 1)]
     width = 3
@@ -511,12 +503,7 @@ def encoder(file: Path, field: str) -> nn.Sequential:
 def decoder(file: Path, field: str) -> nn.Sequential:
     """The decoder: maps the encoder's output to images (n, 3, h, w) of about [0, 1].
 
-    Args:
-        file: as in `encoder`.
-        field: as in `encoder`.
-
-    Raises:
-        UserError: as in `encoder`.
+    ``file``: as in `encoder`. ``field``: as in `encoder`. Raises UserError: as in `encoder`.
     """
     layers: list[nn.Module] = []
     width = CHANNELS
@@ -540,3 +527,42 @@ def _load_frozen(layers: nn.Sequential, file: Path, field: str) -> nn.Sequential
     with torch.no_grad():
         layers.load_state_dict({name: stored[name] for name in wanted})
     return layers.eval().requires_grad_(False)
+
+
+class StyleAccumulator:
+    """The overall style of many images: mean and deviation per channel over all pixels of all images, in one pass.
+
+    The variance is the mean of the images' variances plus the variance of their means. Sums are float64.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sums: Tensor | None = None
+        self._squares: Tensor | None = None
+
+    def add(self, values: Tensor) -> None:
+        """Add images or maps (n, c, h, w), or vectors (n, d) whose columns count as channels."""
+        # On the CPU, because not every accelerator has float64.
+        rows = values.detach().cpu().double().transpose(0, 1).flatten(1)  # (c, values of the channel)
+        self._count += rows.shape[1]
+        self._sums = rows.sum(1) if self._sums is None else self._sums + rows.sum(1)
+        squares = rows.square().sum(1)
+        self._squares = squares if self._squares is None else self._squares + squares
+
+    def result(self, epsilon: float = EPSILON) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of all that was added."""
+        if self._sums is None or self._squares is None or not self._count:
+            raise UserError("a style needs at least one image")
+        mean = self._sums / self._count
+        variance = (self._squares / self._count - mean.square()).clamp(min=0)
+        return mean.float(), (variance + epsilon).sqrt().float()
+
+
+def style_assignment(samples: int, domains: int, level: int, generator: torch.Generator) -> Tensor:
+    """Draw which L of K domains each sample takes its style from, without replacement.
+
+    A sample that draws its own domain stays as it is there. So L = K keeps one untouched copy of each.
+    """
+    if not 1 <= level <= domains:
+        raise UserError(f"a sample can take 1 to {domains} of {domains} styles, found level {level}")
+    return torch.rand(samples, domains, generator=generator).argsort(1)[:, :level]

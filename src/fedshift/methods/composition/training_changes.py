@@ -49,8 +49,7 @@ class _Changes(BaseModel):
     def on(self, training: Training) -> Training:
         """An experiment's training section with these changes.
 
-        Raises:
-            ValidationError: the values do not go together.
+        Raises ValidationError: the values do not go together.
         """
         length = ("steps", "mini_batches")
         other = length if any(name in self.model_fields_set for name in length) else ()  # one of the two is given

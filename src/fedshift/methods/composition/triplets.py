@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.federation.site import Batch, LossOf, PlugIn, Site
-from fedshift.functional.metric_learning import momentum_triplet_loss
+from fedshift.functional.clustering import squared_distances
 from fedshift.methods.composition.mean_teacher import MeanTeacher
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models.network import Network
@@ -74,14 +74,7 @@ class _Triplets(PlugIn):
 
 
 class KeyQueue(nn.Module):
-    """The embedding head, the key encoder and the queue of keys.
-
-    Args:
-        model: The network that trains.
-        width: Of the embedding.
-        capacity: K.
-        momentum: m of the key encoder.
-    """
+    """The embedding head, the key encoder and the queue of keys."""
 
     keys: Tensor
     labels: Tensor
@@ -117,3 +110,53 @@ class KeyQueue(nn.Module):
         for name in ("keys", "labels"):  # as many as there were
             setattr(self, name, torch.empty_like(state[f"{prefix}{name}"]))
         super()._load_from_state_dict(state, prefix, *rest)
+
+
+def momentum_triplet_loss(
+    queries: Tensor,
+    keys: Tensor,
+    labels: Tensor,
+    queue: Tensor,
+    queue_labels: Tensor,
+    margin: float,
+    number: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Mean of ``max(0, ‖q − p‖² − ‖q − n‖² + ξ)`` over the triplets of a batch and a queue of keys.
+
+    A positive pair is a query and the key of a *later* sample of the batch of its class. Its negatives are drawn among
+    the `semi_hard` keys of the queue, as often as there are such keys but at most k times, with repetition.
+
+    Source: EISNet (Wang et al., ECCV 2020, equation 4) as its code has it (EmmaW8/EISNet,
+    code/utils/anchor_selector.py, KSemihardNegativeTripletSelectorFromMomentum).
+    """
+    i, j = ((labels[:, None] == labels[None]).triu(1)).nonzero().T
+    positive = squared_distances(queries, keys)[i, j][:, None]
+    other = squared_distances(queries, queue)[i]
+    with torch.no_grad():
+        result = semi_hard(positive, other, margin) & (labels[i][:, None] != queue_labels[None])
+        times = (
+            result.to(other.dtype) if generator is None else drawn_with_repetition(result, number, generator).to(other)
+        )
+    losses = (positive - other + margin).clamp_min(0)
+    return (losses * times).sum() / times.sum().clamp_min(1)
+
+
+def semi_hard(positive: Tensor, other: Tensor, margin: float) -> Tensor:
+    """Which negatives are farther than the positive, but within the margin: ``0 < d_p − d_n + ξ < ξ``."""
+    return (other > positive) & (positive - other + margin > 0)  # not by the gap alone, which may round to the margin
+
+
+def drawn_with_repetition(allowed: Tensor, number: int | None, generator: torch.Generator) -> Tensor:
+    """How often each entry is drawn: in each row as many draws as there are entries, at most ``number``."""
+    chances = allowed.cpu().float()
+    sizes = chances.sum(1)
+    times = torch.zeros_like(chances)
+    rows = sizes.nonzero().flatten()
+    draws = sizes if number is None else sizes.clamp_max(number)
+    if len(rows):
+        most = int(draws.max())
+        chosen = torch.multinomial(chances[rows], most, replacement=True, generator=generator)
+        counted = (torch.arange(most)[None] < draws[rows][:, None]).float()
+        times[rows] = torch.zeros_like(chances[rows]).scatter_add_(1, chosen, counted)
+    return times.to(allowed.device)

@@ -32,11 +32,11 @@ from typing import Literal, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat
+from torch import Tensor
 
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import NotNegative, Update
 from fedshift.federation.site import Site
-from fedshift.functional.source_weights import ascended_weights
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.federated.feddg_ga import loss_of
@@ -91,3 +91,20 @@ class AgnosticFederated(LocalTraining):
         common = loss_of(site, weights)
         update = self.fit(site, weights)
         return Met(update.weights, update.samples, update.loss, common)
+
+
+def ascended_weights(weights: Tensor, losses: Tensor, rate: float, *, exponential: bool = False) -> list[float]:
+    """Weights of the sites after a step up their losses: the adversary's move in a minimax over mixtures of sites.
+
+    Source: ``Π(λ + γL)``, Π the Euclidean projection on the simplex (AFL, Mohri et al., ICML 2019); ``exponential``:
+    ``λ_k exp(γL_k) / Σ_j λ_j exp(γL_j)`` (GroupDRO, Sagawa et al., ICLR 2020).
+    """
+    if exponential:
+        moved: list[float] = (weights.double().log() + rate * losses.double()).softmax(0).tolist()
+        return moved
+    raised = weights.double() + rate * losses.double()
+    raised = raised - raised.max()  # which moves the projection nowhere; a large number would leave no digit for 1
+    ordered = raised.sort(descending=True).values
+    excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(ordered) + 1)
+    projected: list[float] = (raised - excess[ordered > excess][-1]).clamp_min(0).tolist()
+    return projected

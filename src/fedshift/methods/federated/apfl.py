@@ -86,16 +86,9 @@ class APFL(FedAvg):
         model = site.model(weights)
         personal = site.model(site.memory.weights(PERSONAL) if PERSONAL in site.memory else weights)
         share = torch.tensor(site.memory.get(SHARE, self.share), device=site.device)
-        loss = site.minimise(
-            self._loss_of_both(site, model, personal, share),
-            model,
-            personal,
-            epochs=self.local_epochs,
-            steps=self.steps_per_round,
-            remember="optimizer",
-        )
+        update = self._train_with(site, self._loss_of_both(site, model, personal, share), model, personal)
         site.memory[PERSONAL], site.memory[SHARE] = site.weights_of(personal), share.item()
-        return Update(site.weights_of(model), site.samples, loss)
+        return update
 
     def _loss_of_both(
         self, site: Site, model: Network, personal_model: Network, share: Tensor

@@ -57,9 +57,8 @@ from fedshift.federation.messages import Count, PerSite, Reply, Share
 from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import MeanAccumulator
-from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss
 from fedshift.methods.base import Method, State
-from fedshift.methods.heads import Experts, with_experts
+from fedshift.methods.heads import Experts, confident_pseudo_labels, unlabelled_ensemble_loss, with_experts
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.robust import Averaged
 from fedshift.methods.traits import Traits

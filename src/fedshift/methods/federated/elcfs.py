@@ -54,6 +54,7 @@ Should reproduce: Rotated MNIST average 88.60 ± 0.30, PACS ResNet-18 82.15 ± 0
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -62,6 +63,7 @@ from typing import Annotated, Literal, cast
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
+from torch.nn import functional
 
 from fedshift.data.domain import ALL_TASKS
 from fedshift.errors import UserError
@@ -70,8 +72,6 @@ from fedshift.federation.messages import Between, PerSite, Reply, Spectra, Updat
 from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import answer_at, inner_step, with_gradient
-from fedshift.functional.segmentation import boundary_loss
-from fedshift.functional.source_weights import rounded_shares
 from fedshift.functional.spectra import half_width, interpolate_amplitudes, low_frequencies
 from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic, trained_mean
 from fedshift.methods.index import Reads
@@ -388,3 +388,84 @@ class _Bank:
             return torch.rand(number, generator=self.draws)
         law = torch.tensor(_LAWS[self.method.rates])
         return law[torch.randint(len(law), (number,), generator=self.draws)]
+
+
+RING = 5
+"""Steps of dilation that make the surroundings of a structure (ELCFS)."""
+
+
+def dilate(masks: Tensor, steps: int = 1) -> Tensor:
+    """Grow masks to their four neighbours, in volumes six. Outside the image everything is empty."""
+    axes = masks.dim() - 2
+    pool = functional.max_pool2d if axes == 2 else functional.max_pool3d
+    along = [tuple(3 if axis == other else 1 for other in range(axes)) for axis in range(axes)]
+    for _ in range(steps):
+        grown = [pool(masks, size, 1, tuple(side // 2 for side in size)) for size in along]
+        masks = functools.reduce(torch.maximum, grown)
+    return masks
+
+
+def erode(masks: Tensor, steps: int = 1) -> Tensor:
+    """Shrink masks from their four neighbours, in volumes six. Outside the image everything is empty."""
+    axes = masks.dim() - 2
+    outside = functional.pad(1 - masks, [steps] * 2 * axes, value=1.0)
+    inner = 1 - dilate(outside, steps)
+    if not steps:
+        return masks
+    for axis in range(2, masks.dim()):
+        inner = inner.narrow(axis, steps, masks.shape[axis])
+    return inner
+
+
+def contour(masks: Tensor) -> Tensor:
+    """A mask minus its one-step erosion (ELCFS): (n, C, …) → (n, C, …)."""
+    return masks - erode(masks)
+
+
+def surroundings(masks: Tensor) -> Tensor:
+    """The five-step dilation of a mask minus the mask (ELCFS): (n, C, …) → (n, C, …)."""
+    return dilate(masks, RING) - masks
+
+
+def region_means(maps: Tensor, regions: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean feature of each region."""
+    sums = torch.einsum("nfp,ncp->ncf", maps.flatten(2), regions.flatten(2))
+    sizes = regions.flatten(2).sum(2)
+    return sums / sizes.clamp(min=1)[..., None], sizes > 0
+
+
+def contrastive_loss(embeddings: Tensor, labels: Tensor, temperature: float = 0.05) -> Tensor:
+    """NT-Xent with labels: mean of ``−log( e^{s_ap/τ} / (e^{s_ap/τ} + Σ_n e^{s_an/τ}) )``, a scalar (ELCFS).
+
+    The mean is over all pairs (a, p), a ≠ p, of one label; n runs over the other labels; s is cosine similarity. It is
+    zero where no two embeddings have the same label.
+    """
+    directions = functional.normalize(embeddings, dim=1)
+    similarities = directions @ directions.T / temperature
+    same = labels[:, None] == labels[None, :]
+    negatives = similarities.masked_fill(same, -torch.inf).logsumexp(1, keepdim=True)
+    losses = functional.softplus(negatives - similarities)
+    pairs = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    return (losses * pairs).sum() / pairs.sum().clamp(min=1)
+
+
+def boundary_loss(maps: Tensor, masks: Tensor, temperature: float = 0.05, *, added: bool = False) -> Tensor:
+    """ELCFS's L_boundary: contrast contours with surroundings, over images and their copies; mean over structures."""
+    (edges, has_edge), (rings, has_ring) = region_means(maps, contour(masks)), region_means(maps, surroundings(masks))
+    losses = []
+    for structure in range(masks.shape[1]):
+        inner, outer = edges[:, structure][has_edge[:, structure]], rings[:, structure][has_ring[:, structure]]
+        labels = torch.cat([torch.ones(len(inner)), torch.zeros(len(outer))]).to(maps.device)
+        losses.append(contrastive_loss(torch.cat([inner, outer]), labels, temperature))
+    whole = torch.stack(losses)
+    return whole.sum() if added else whole.mean()
+
+
+def rounded_shares(samples: Mapping[str, int], decimals: int = 2) -> dict[str, float]:
+    """``N_k/ΣN`` rounded; the last site's share completes the others to 1 (ELCFS's released code)."""
+    total = sum(samples.values())
+    if total <= 0:
+        raise UserError("shares need at least one sample")
+    *others, last = samples
+    shares = {site: round(samples[site] / total, decimals) for site in others}
+    return {**shares, last: 1.0 - sum(shares.values())}

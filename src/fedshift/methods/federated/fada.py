@@ -52,7 +52,8 @@ Digit-5 80.8, DomainNet 41.5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,12 +71,10 @@ from fedshift.federation.messages import Features, PerSite, Reply, Share, Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.adversarial import domain_identifier_loss, generator_loss
+from fedshift.functional.adversarial import domain_identifier_loss
 from fedshift.functional.averaging import parameters_of, weighted_average
 from fedshift.functional.clustering import dispersion
-from fedshift.functional.information import mutual_information
 from fedshift.functional.losses import entropy
-from fedshift.functional.source_weights import gain_weights, relative_gains
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.heads import with_block, with_own_statistics
 from fedshift.methods.method_tests import MethodTests, tries
@@ -174,11 +173,7 @@ class FADA(Method):
         self._check_generator(network)
 
     def _check_generator(self, network: Network) -> None:
-        """Check that the features are not the samples themselves.
-
-        Raises:
-            UserError: they are.
-        """
+        """Check that the features are not the samples themselves. Raises UserError: they are."""
         if not any(True for _ in self.generator(network).parameters()):
             raise UserError(
                 f"{self.display}: it sends the network's features, but this network has no layer before its "
@@ -394,13 +389,7 @@ class Disentangler(nn.Module):
 class DomainIdentifiers:
     """The domain identifiers DI_i at the coordinator, one per source, made when its first features arrive.
 
-    Args:
-        known: their weights after the last round.
-        name: the method's name, for messages.
-        seed: the run's seed.
-        width: hidden units.
-        rate: learning rate of their Adam.
-        weight: weight of the generators' loss.
+    ``rate``: learning rate of their Adam.
     """
 
     def __init__(self, known: object, *, name: str, seed: int, width: int, rate: float, weight: float) -> None:
@@ -414,12 +403,8 @@ class DomainIdentifiers:
     def answer(self, sent: Mapping[str, Features], target: str) -> dict[str, Features]:
         """Train every DI_i on the features of its pair.
 
-        Args:
-            sent: site → features of its mini-batch.
-            target: the target's name.
-
-        Returns:
-            Site → gradients of the generators' loss with respect to its features (b).
+        ``sent``: site → features of its mini-batch. Returns site → gradients of the generators' loss with respect to
+        its features (b).
         """
         out = dict.fromkeys(sent, NOTHING)
         if target not in sent:
@@ -470,3 +455,49 @@ class DomainIdentifiers:
 def square_layer(width: int) -> nn.Module:
     """A fully connected layer that keeps the width, with ReLU."""
     return nn.Sequential(nn.Linear(width, width), nn.ReLU())
+
+
+def generator_loss(source_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Loss of both feature generators while D is fixed, ``−E log D(s) − E log D(t)``, a scalar.
+
+    Source: FADA (Peng et al., ICLR 2020).
+    """
+    return domain_identifier_loss(source_logits, -target_logits)
+
+
+def mutual_information(scores_joint: Tensor, scores_shuffled: Tensor) -> Tensor:
+    """Lower bound of the mutual information, ``mean T(p, q) − log mean exp T(p, q')``, a scalar in nats.
+
+    The critic T maximises it; FADA's disentangler minimises it. It is a bound over large batches. Adding a constant to
+    all scores changes nothing. Source: MINE (Belghazi et al., ICML 2018), as in FADA.
+    """
+    if not scores_joint.numel() or not scores_shuffled.numel():
+        raise UserError("mutual information needs at least one score of joint and one of shuffled pairs")
+    return scores_joint.mean() - scores_shuffled.flatten().logsumexp(0) + math.log(scores_shuffled.numel())
+
+
+def relative_gains(before: float, after: Sequence[float]) -> list[float]:
+    """``(I − I_k) / I``: the relative gain that each source's update brings; 0 where I is 0.
+
+    FADA's paper takes ``I − I_k``. The sum I grows with the number of samples and features, so a softmax of such gains
+    is 0 or 1.
+    """
+    for value in (before, *after):
+        if not (math.isfinite(value) and value >= 0):
+            raise UserError(f"dispersion {value} must be a finite number of at least 0")
+    return [(before - value) / before if before > 0 else 0.0 for value in after]
+
+
+def gain_weights(gains: Sequence[float]) -> list[float]:
+    """Softmax of the gains in `clustering.compactness` that each source's update brings (FADA)."""
+    weights: list[float] = _finite(gains, "gain").softmax(0).tolist()
+    return weights
+
+
+def _finite(values: Sequence[float] | Tensor, what: str) -> Tensor:
+    tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    if not len(tensor):
+        raise UserError(f"there is no source to weigh: not one {what} was given")
+    if not tensor.isfinite().all():
+        raise UserError(f"every {what} must be a finite number, found {tensor.tolist()}")
+    return tensor

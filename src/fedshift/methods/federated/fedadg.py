@@ -51,14 +51,15 @@ from typing import Annotated, Literal, cast
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
+from torch.nn import functional
 
+from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Count, Reply
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.randomness import generator as seeded
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.training import set_learning_rate
-from fedshift.functional import reference_distribution as reference
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.methods.base import Method, State
 from fedshift.methods.method_tests import MethodTests, tries
@@ -307,7 +308,7 @@ class _Game:
     def adversarial_loss(self, batch: Batch) -> Tensor:
         """Train D and G on the batch. Returns the loss of F and Cl."""
         method, model, critic = self.method, self.model, self.discriminator
-        condition = reference.scaled_one_hot(batch.targets, self.site.classes, method.condition_value)
+        condition = scaled_one_hot(batch.targets, self.site.classes, method.condition_value)
         noise = torch.rand(len(batch.inputs), model.generator.noise, generator=self._noise).to(condition)
         with torch.no_grad():
             model.eval()
@@ -315,14 +316,14 @@ class _Game:
             model.train()
             generated = model.generator(noise, condition)
         answers = critic(generated, condition), critic(extracted, condition)
-        self._step(reference.discriminator_loss(*answers, method.discriminator_loss), self._for_discriminator, critic)
+        self._step(discriminator_loss(*answers, method.discriminator_loss), self._for_discriminator, critic)
         if method.generator != "frozen":
             # The paper trains G last. G's loss does not depend on F's update nor F's on G's, so G may come first.
             answer = critic(model.generator(noise, condition), condition)
-            self._step(reference.reference_loss(answer, method.generator), self._for_generator, model.generator)
+            self._step(reference_loss(answer, method.generator), self._for_generator, model.generator)
         features = model.features(batch.inputs)
-        alignment = reference.alignment_loss(critic(features, condition))
-        return reference.total_loss(self._error(features, batch.targets), alignment, method.adversarial_weight)
+        alignment = alignment_loss(critic(features, condition))
+        return total_loss(self._error(features, batch.targets), alignment, method.adversarial_weight)
 
     def _error(self, features: Tensor, labels: Tensor) -> Tensor:
         return smoothed_cross_entropy(self.model.classifier(features), labels, self.method.label_smoothing, "others")
@@ -340,7 +341,7 @@ def _discriminator(method: FedADG, site: Site, model: WithGenerator) -> Discrimi
     width = model.embedding_size
     size = method.projection or max(1, width // 4)
     before = method.condition == "before"
-    matrix = reference.random_projection(
+    matrix = random_projection(
         width + site.classes if before else width, size, seeded(site.seed, site.name, "projection")
     )
     with drawn_from(derive_seed(site.seed, site.name, "discriminator")):
@@ -357,3 +358,47 @@ def _accuracy(site: Site, model: Network) -> float:
     right = [(model(batch.inputs).argmax(1) == batch.targets).float() for batch in site.held_out_batches()]
     model.train()
     return float(torch.cat(right).mean())
+
+
+def discriminator_loss(
+    generated: Tensor, extracted: Tensor, form: Literal["least_squares", "formula"] = "least_squares"
+) -> Tensor:
+    """Loss of the discriminator, a scalar. Both forms are least at D(h') = 1, D(h) = 0."""
+    _check(generated, extracted)
+    if form == "formula":
+        return -(generated.square().mean() + (1 - extracted).square().mean())
+    return (1 - generated).square().mean() + extracted.square().mean()
+
+
+def alignment_loss(extracted: Tensor) -> Tensor:
+    """Loss of the feature extractor while D is fixed, ``E (1 − D(h|y))²``, a scalar."""
+    _check(extracted)
+    return (1 - extracted).square().mean()
+
+
+def reference_loss(generated: Tensor, form: Literal["formula", "towards_features"] = "formula") -> Tensor:
+    """Loss of the generator while D is fixed, a scalar."""
+    _check(generated)
+    return (1 - generated).square().mean() if form == "formula" else generated.square().mean()
+
+
+def total_loss(task: Tensor, alignment: Tensor, weight: float = 0.15) -> Tensor:
+    """Loss of extractor and classifier, ``(1 − λ)·L_err + λ·L_F``, a scalar."""
+    return (1 - weight) * task + weight * alignment
+
+
+def scaled_one_hot(labels: Tensor, classes: int, value: float = 0.7) -> Tensor:
+    """The condition y of generator and discriminator: ``value`` at the label, 0 elsewhere."""
+    return value * functional.one_hot(labels, classes).float()
+
+
+def random_projection(inputs: int, outputs: int, generator: torch.Generator) -> Tensor:
+    """A random matrix (outputs, inputs), divided by its Frobenius norm."""
+    if min(inputs, outputs) < 1:
+        raise UserError(f"a random projection needs sizes of at least 1, found {inputs} and {outputs}")
+    return functional.normalize(torch.randn(outputs * inputs, generator=generator), dim=0).view(outputs, inputs)
+
+
+def _check(*answers: Tensor) -> None:
+    if not all(answer.numel() for answer in answers):
+        raise UserError("the losses of FedADG need the discriminator's answer to at least one sample")

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedshift.data.domain import ALL_TASKS
 from fedshift.federation.federation import Federation
@@ -98,6 +98,12 @@ class LocalTraining(Method):
         site.memory[PERSONAL] = site.weights_of(model)
         return Finished(site.mini_batches)
 
+    def _train_with(self, site: Site, loss_of: Callable[[Batch], Tensor], model: Network, *beside: nn.Module) -> Update:
+        """Train a model, and modules beside it, for E epochs with a loss of a mini-batch."""
+        steps = self.steps_per_round
+        loss = site.minimise(loss_of, model, *beside, epochs=self.local_epochs, steps=steps, remember="optimizer")
+        return Update(site.weights_of(model), site.samples, loss)
+
     def _fit_at(self, site: Site, weights: Weights) -> LocalFit:
         model = site.model(weights)
         return LocalFit(
@@ -122,13 +128,7 @@ class LocalTraining(Method):
         return self._fit_at(site, **content)
 
     def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
-        """The loss of a mini-batch: that of the task, such as cross-entropy.
-
-        Args:
-            site: the site that trains.
-            model: the network that is trained.
-            weights: the common model from which it starts.
-        """
+        """The loss of a mini-batch: that of the task, such as cross-entropy."""
         return lambda batch: site.objective.loss(model(batch.inputs), batch.targets)
 
     def regulariser_at(self, site: Site, model: Network, weights: Weights) -> Callable[[], Tensor] | None:

@@ -123,9 +123,8 @@ class SiloBN(FedBN):
 def normalisation_of(names: Iterable[str], stays: Callable[[str], bool]) -> set[str]:
     """The names of BatchNorm's tensors that ``stays`` accepts.
 
-    Args:
-        names: of all tensors of a model. A BatchNorm layer is what has a running mean.
-        stays: whether a tensor of such a layer is wanted.
+    ``names``: of all tensors of a model. A BatchNorm layer is what has a running mean. ``stays``: whether a tensor of
+    such a layer is wanted.
     """
     known = set(names)
     layers = {name.rpartition(".")[0] for name in known if name.rpartition(".")[2] == "running_mean"}

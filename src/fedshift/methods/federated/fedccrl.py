@@ -30,7 +30,7 @@ Should reproduce: no table of this setting with our splits is known to us.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -46,7 +46,6 @@ from fedshift.federation.randomness import drawn_from
 from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.contrastive import supervised_contrast
-from fedshift.functional.distillation import spread_of_predictions
 from fedshift.functional.styles import adain, channel_styles
 from fedshift.methods.base import RunPlan, Samples, State, Traffic, trained_mean
 from fedshift.methods.composition.mixstyle import beta
@@ -149,14 +148,9 @@ class FedCCRL(LocalTraining):
     def fit_beside(self, site: Site, weights: Weights, bank: Mapping[str, Styles]) -> Update:
         """Train on images and their versions in the styles of other sites."""
         model = site.model(weights)
-        loss = site.minimise(
-            self.beside(site, model, [bank[name] for name in sorted(bank) if name != site.name]),
-            model,
-            epochs=self.local_epochs,
-            steps=self.steps_per_round,
-            remember="optimizer",
+        return self._train_with(
+            site, self.beside(site, model, [bank[name] for name in sorted(bank) if name != site.name]), model
         )
-        return Update(site.weights_of(model), site.samples, loss)
 
     def beside(self, site: Site, model: Network, others: list[Styles]) -> Callable[[Batch], Tensor]:
         """L of a mini-batch."""
@@ -214,3 +208,13 @@ def augmix(images: Tensor, draws: torch.Generator) -> Tensor:
     with drawn_from(int(torch.randint(_SEEDS, (), generator=draws))):  # torchvision draws from the global generator
         mixed: Tensor = AugMix()((images.clamp(0, 1) * 255).to(torch.uint8))
     return mixed.to(images) / 255
+
+
+def spread_of_predictions(scores: Sequence[Tensor]) -> Tensor:
+    """``1/V Σ_v KL(p_v ‖ p̄)`` with p̄ the mean of the p_v: the Jensen–Shannon divergence, the mean over rows, in nats.
+
+    Source: AugMix (Hendrycks et al., ICLR 2020, equation 3), as FedCCRL has it. p̄ is at least 1e-7.
+    """
+    logs = torch.stack(list(scores)).log_softmax(2)  # of probabilities that round to 0, too
+    each = logs.exp()
+    return (each * (logs - each.mean(0).clamp(1e-7, 1).log())).sum(2).mean()

@@ -28,12 +28,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Literal
 
+import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.contrastive import paired_loss
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.method_tests import MethodTests
 from fedshift.methods.on_clip import FixedTexts, OnClip
@@ -86,3 +87,12 @@ class Adapter(nn.Module):
         flat = features.flatten(1)
         weighed: Tensor = self.weigh(flat) * flat
         return weighed
+
+
+def paired_loss(scores: Tensor) -> Tensor:
+    """``½·(CE(S, diagonal) + CE(Sᵀ, diagonal))``: each image is to find its text in the batch, each text its image.
+
+    Source: CLIP (Radford et al., ICML 2021, figure 3).
+    """
+    pairs = torch.arange(len(scores), device=scores.device)
+    return (F.cross_entropy(scores, pairs) + F.cross_entropy(scores.t(), pairs)) / 2

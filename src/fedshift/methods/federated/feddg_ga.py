@@ -29,16 +29,18 @@ Should reproduce: no table of this setting with our splits is known to us; with 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from pydantic import Field, NonNegativeFloat
 
+from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import NotNegative, Update
 from fedshift.federation.site import Site
-from fedshift.functional.source_weights import adjusted_shares
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.method_tests import MethodTests, tries
@@ -114,3 +116,22 @@ def loss_of(site: Site, weights: Weights) -> float:
     loss = site.objective.loss
     total = sum(float(loss(model(b.inputs), b.targets)) * len(b.inputs) for b in site.all_batches())
     return total / site.samples
+
+
+def adjusted_shares(
+    shares: Sequence[float], gaps: Sequence[float], step: float, *, centred: bool = True
+) -> list[float]:
+    """``a_k + d·(G_k − Ḡ)/max_j |G_j − Ḡ|``, cut to [0, 1] and divided by the sum: generalization adjustment.
+
+    Source: Zhang et al. (CVPR 2023), equations 6 to 8. Where all gaps are equal the shares stay.
+    """
+    if len(shares) != len(gaps) or not all(math.isfinite(gap) for gap in gaps):
+        raise UserError(f"shares are adjusted by one finite gap each, found {list(gaps)} for {len(shares)} shares")
+    middle = sum(gaps) / len(gaps) if centred else 0.0
+    largest = max(abs(gap - middle) for gap in gaps)
+    if largest == 0:
+        return list(shares)
+    moved = [share + step * (gap - middle) / largest for share, gap in zip(shares, gaps, strict=True)]
+    cut = [min(1.0, max(0.0, share)) for share in moved]
+    total = sum(cut)
+    return [share / total for share in cut] if total > 0 else list(shares)

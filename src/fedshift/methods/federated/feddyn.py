@@ -39,7 +39,7 @@ from torch import Tensor
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Count, Reply, Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.control_variates import dynamic_penalty, moved_gradient
+from fedshift.functional.control_variates import Parameters, linear_term, moved_gradient
 from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.federated.scaffold import zeros
@@ -134,11 +134,8 @@ class FedDyn(LocalTraining):
 def clipped_but_decay(whole: Tensor, parameters: Mapping[str, Tensor], alpha: float, largest: float) -> Tensor:
     """A loss of the value of ``whole`` whose gradient is clipped but for that of α/2·‖θ‖².
 
-    Args:
-        whole: the loss with FedDyn's penalty, a scalar.
-        parameters: θ by name.
-        alpha: α.
-        largest: the largest norm of the other gradient, over all parameters together.
+    ``whole``: the loss with FedDyn's penalty, a scalar. ``parameters``: θ by name. ``alpha``: α. ``largest``: the
+    largest norm of the other gradient, over all parameters together.
     """
     trained = [value for value in parameters.values() if value.requires_grad]
     decay = alpha / 2 * torch.stack([value.square().sum() for value in trained]).sum()
@@ -147,3 +144,12 @@ def clipped_but_decay(whole: Tensor, parameters: Mapping[str, Tensor], alpha: fl
     factor = (largest / (norm + 1e-6)).clamp(max=1)
     along = torch.stack([(v * (factor * g)).sum() for v, g in zip(trained, gradients, strict=True)]).sum()
     return whole.detach() + (along - along.detach()) + (decay - decay.detach())
+
+
+def dynamic_penalty(parameters: Parameters, gradient: Parameters, sent: Parameters, alpha: float) -> Tensor:
+    """``−⟨h_i, θ⟩ + α/2·‖θ − θ_t‖²``: what a site adds to its loss.
+
+    Source: FedDyn (Acar et al., ICLR 2021), Algorithm 1.
+    """
+    gaps = torch.stack([(parameters[name] - value).square().sum() for name, value in sent.items()]).sum()
+    return alpha / 2 * gaps - linear_term(parameters, gradient)

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
+from torch import Tensor
 
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import parameters_of
-from fedshift.functional.gradient_matching import masked_by_agreement
 from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.method_tests import MethodTests, tries
@@ -88,3 +88,12 @@ class FedGMA(LocalTraining):
         update = self.fit(site, weights)
         changed = {name: (update.weights[name] - old).sign() for name, old in parameters_of(weights).items()}
         return Signed(update.weights, update.samples, update.loss, Weights(changed))
+
+
+def masked_by_agreement(update: Tensor, signs: Tensor, agreement: float) -> Tensor:
+    """``m ⊙ Δ`` with ``m = 1`` where ``A = |mean sign| ≥ τ``, else ``A``.
+
+    Source: Tenison et al., Gradient Masked Averaging for Federated Learning, TMLR 2023.
+    """
+    agreed = signs.abs()
+    return update * agreed.where(agreed < agreement, 1.0)

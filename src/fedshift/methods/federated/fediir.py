@@ -29,7 +29,7 @@ Should reproduce: no table of this setting with our splits is known to us; with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
@@ -43,7 +43,6 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Count, Reply, Update
 from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.contrastive import gradient_gap
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.method_tests import MethodTests, tries
@@ -132,14 +131,7 @@ class FedIIR(FedAvg):
     def fit_towards(self, site: Site, weights: Weights, gradient: Weights) -> Update:
         """Train with the penalty (10)."""
         model = site.model(weights)
-        loss = site.minimise(
-            self.loss_towards(site, model, gradient),
-            model,
-            epochs=self.local_epochs,
-            steps=self.steps_per_round,
-            remember="optimizer",
-        )
-        return Update(site.weights_of(model), site.samples, loss)
+        return self._train_with(site, self.loss_towards(site, model, gradient), model)
 
     def loss_towards(self, site: Site, model: Network, gradient: Weights) -> Callable[[Batch], Tensor]:
         """L_k(θ) + γ ‖∇_w L_k(θ) − ḡ‖² of a mini-batch."""
@@ -154,3 +146,11 @@ class FedIIR(FedAvg):
             return plain + self.penalty_weight * gradient_gap(gradients, references)
 
         return loss
+
+
+def gradient_gap(gradients: Sequence[Tensor], references: Sequence[Tensor]) -> Tensor:
+    """``Σ ‖g − ḡ‖²`` over tensors: how far a site's gradient is from the mean of all sites'.
+
+    Source: FedIIR (Guo, Guo, Cao, Wu, Chang, ICML 2023, equation 10).
+    """
+    return torch.stack([(g - r).square().sum() for g, r in zip(gradients, references, strict=True)]).sum()

@@ -31,7 +31,6 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.losses import calibrated_scores
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
@@ -63,3 +62,11 @@ class FedLC(FedAvg):
             return site.objective.loss(scores, batch.targets)
 
         return loss
+
+
+def calibrated_scores(scores: Tensor, counts: Tensor, strength: float) -> Tensor:
+    """``f_c − τ·n_c^{−1/4}``: scores lowered the more, the fewer samples their class has here.
+
+    Source: FedLC (Zhang et al., ICML 2022), the calibrated logits.
+    """
+    return scores if strength == 0 else scores - strength * counts.to(scores.dtype) ** -0.25

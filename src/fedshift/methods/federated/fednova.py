@@ -27,10 +27,11 @@ Should reproduce: no published table of this setting is known to us.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
@@ -40,7 +41,7 @@ from fedshift.federation.messages import Between, NotNegative, Update
 from fedshift.federation.replies import About, Bounds
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import parameters_of
-from fedshift.functional.control_variates import normalised_average
+from fedshift.functional.control_variates import Parameters
 from fedshift.functional.losses import proximal_penalty
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import LocalTraining
@@ -119,3 +120,25 @@ class FedNova(LocalTraining):
             return plain
         reference = weights.to(site.device)
         return lambda batch: plain(batch) + proximal_penalty(model.named_parameters(), reference, self.proximal_weight)
+
+
+def normalised_average(
+    sent: Parameters,
+    trained: Sequence[Parameters],
+    shares: Sequence[float],
+    factors: Sequence[float],
+    effective: float | None = None,
+) -> dict[str, Tensor]:
+    """``x − τ_eff Σ_i p_i (x − y_i)/‖a_i‖₁`` with ``τ_eff = Σ_i p_i ‖a_i‖₁``.
+
+    Source: FedNova (Wang, Liu, Liang, Joshi, Poor, NeurIPS 2020).
+    """
+    if effective is None:
+        effective = sum(share * factor for share, factor in zip(shares, factors, strict=True))
+    result = {}
+    for name, start in sent.items():
+        drift = torch.zeros_like(start)
+        for model, share, factor in zip(trained, shares, factors, strict=True):
+            drift += share / (factor or 1.0) * (start - model[name])
+        result[name] = start - effective * drift
+    return result

@@ -30,7 +30,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.distillation import other_scores, softened_divergence
+from fedshift.functional.distillation import softened_divergence
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.models.network import Network
@@ -69,3 +69,12 @@ class FedNTD(FedAvg):
             return site.objective.loss(scores, batch.targets) + strength * apart
 
         return loss
+
+
+def other_scores(scores: Tensor, labels: Tensor) -> Tensor:
+    """Each row's scores of the classes that are not its own, in their order: FedNTD's not-true classes.
+
+    Source: Lee et al., NeurIPS 2022.
+    """
+    others = torch.arange(scores.shape[1], device=scores.device) != labels[:, None]
+    return scores[others].view(len(scores), -1)

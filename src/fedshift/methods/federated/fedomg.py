@@ -29,18 +29,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor
 
+from fedshift.errors import UserError
 from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.functional.averaging import parameters_of
-from fedshift.functional.gradient_matching import matching_shares, products_about
-from fedshift.functional.robust_aggregation import squared_distances
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.method_tests import MethodTests, tries
-from fedshift.methods.robust import Averaged
+from fedshift.methods.robust import Averaged, squared_distances
 from fedshift.weights import Weights
 
 
@@ -92,3 +95,59 @@ class _Models:
         for reply in self.replies:
             yield reply.weights.select(list(self.common))
         yield self.common
+
+
+def products_about(distances: Tensor) -> Tensor:
+    """``⟨x_i − o, x_j − o⟩`` of all pairs of points, from squared distances between the points and o."""
+    norms = distances[:-1, -1]
+    return (norms[:, None] + norms - distances[:-1, :-1]) / 2
+
+
+def matching_weights(gram: Tensor, kappa: float) -> Tensor:
+    """Γ on the simplex that minimises ``⟨Γ·g, ḡ⟩ + κ‖ḡ‖·‖Γ·g‖``, ḡ the mean of the sites' updates.
+
+    The function is convex. Sequential quadratic programming finds its minimum, also where one update is much longer
+    than the others. Source: FedOMG (Nguyen et al., ICLR 2025, theorem 2), after CAGrad (Liu et al., NeurIPS 2021).
+    """
+    from scipy.optimize import minimize  # slow to import, and only this function needs it
+
+    if gram.dim() != 2 or gram.shape[0] != gram.shape[1] or not bool(gram.isfinite().all()):
+        raise UserError(f"a direction is matched by a finite Gram matrix (K, K), found one of {tuple(gram.shape)}")
+    sites = len(gram)
+    equal = np.full(sites, 1 / sites)
+    products = gram.double().numpy(force=True)
+    scale = products.diagonal().mean()
+    if not scale > 0:
+        return torch.from_numpy(equal)
+    products = products / scale
+    towards_mean = products.mean(1)
+    strength = kappa * np.sqrt(max(towards_mean.mean(), 0.0))
+
+    def value_and_slope(weights: npt.NDArray[np.float64]) -> tuple[float, npt.NDArray[np.float64]]:
+        mixed = products @ weights
+        length = np.sqrt(max(weights @ mixed, 1e-12))
+        return float(weights @ towards_mean + strength * length), towards_mean + strength * mixed / length
+
+    minimum = minimize(
+        value_and_slope,
+        equal,
+        jac=True,
+        method="SLSQP",
+        bounds=[(0, 1)] * sites,
+        constraints={"type": "eq", "fun": lambda weights: weights.sum() - 1, "jac": np.ones_like},
+        options={"ftol": 1e-12, "maxiter": 200},
+    ).x.clip(0)
+    minimum = minimum / minimum.sum()
+    return torch.from_numpy(min(minimum, equal, key=lambda weights: value_and_slope(weights)[0]))
+
+
+def matching_shares(gram: Tensor, kappa: float) -> Tensor:
+    """``1/K + κ‖ḡ‖/‖Γ·g‖ · Γ``: how much of each site's update makes the invariant direction.
+
+    Source: FedOMG (ICLR 2025, equation 9). Where Γ·g vanishes the mean alone is left.
+    """
+    weights, products = matching_weights(gram, kappa), gram.double()
+    mean = products.mean().clamp_min(0).sqrt()
+    length = (weights @ products @ weights).clamp_min(0).sqrt()
+    plain = torch.full_like(weights, 1 / len(weights))
+    return plain + kappa * mean / length * weights if length > 1e-6 * products.diagonal().max().sqrt() else plain

@@ -42,7 +42,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Statistics
 from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.clustering import class_means, nearest_mean_classifier
+from fedshift.functional.clustering import class_means
 from fedshift.methods.base import PERSONAL, Method, State
 from fedshift.methods.federated.fedper import HEAD
 from fedshift.methods.federated.fedrod import check_linear
@@ -165,3 +165,11 @@ class FedProto(Method):
             Statistics({"mean": torch.where(enough[:, None], means, 0.0)}),
             Statistics({"number": torch.where(enough, counts, 0.0)}),
         )
+
+
+def nearest_mean_classifier(means: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """A linear classifier whose largest score is that of the nearest mean: ``2 m_j·z − ‖m_j‖²``.
+
+    It is ``‖z‖² − ‖z − m_j‖²``, and ‖z‖² is the same for all classes.
+    """
+    return 2 * means * present[:, None], torch.where(present, -means.square().sum(1), -1e9)

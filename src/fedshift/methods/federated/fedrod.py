@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from fedshift.errors import UserError
 from fedshift.federation.messages import Content, Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.losses import balanced_scores
 from fedshift.methods.base import PERSONAL
 from fedshift.methods.federated.fedavg import FedAvg, Finished
 from fedshift.methods.federated.fedper import HEAD
@@ -79,16 +78,9 @@ class FedROD(FedAvg):
         if PERSONAL in site.memory:
             kept = site.memory.weights(PERSONAL)
             personal.load_state_dict({name.removeprefix(f"{HEAD}."): value for name, value in kept.items()})
-        loss = site.minimise(
-            self._loss_of_both(site, model, personal),
-            model,
-            personal,
-            epochs=self.local_epochs,
-            steps=self.steps_per_round,
-            remember="optimizer",
-        )
+        update = self._train_with(site, self._loss_of_both(site, model, personal), model, personal)
         site.memory[PERSONAL] = Weights({f"{HEAD}.{name}": value for name, value in site.weights_of(personal).items()})
-        return Update(site.weights_of(model), site.samples, loss)
+        return update
 
     def _loss_of_both(self, site: Site, model: Network, personal_head: nn.Module) -> Callable[[Batch], Tensor]:
         """The balanced loss, and with the same steps the plain one as a function of the site's own classifier."""
@@ -105,11 +97,7 @@ class FedROD(FedAvg):
 
 
 def check_linear(name: str, network: Network) -> None:
-    """Check that the classifier is linear in the features.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that the classifier is linear in the features. Raises UserError: it is not."""
     if not isinstance(network.classifier, nn.Linear):
         raise UserError(f"{name} needs a network whose classifier is one linear layer: without adapters")
 
@@ -117,3 +105,11 @@ def check_linear(name: str, network: Network) -> None:
 def _plus(weights: Weights, added: Weights, factor: float) -> Weights:
     """``weights + factor · added`` in those tensors that both have."""
     return Weights({name: value + factor * added[name] if name in added else value for name, value in weights.items()})
+
+
+def balanced_scores(scores: Tensor, counts: Tensor, strength: float = 1.0) -> Tensor:
+    """``f_c + γ·log n_c``: cross-entropy of these is the balanced softmax loss, in which classes count alike.
+
+    Sources: Ren et al. (NeurIPS 2020); FedROD (Chen and Chao, ICLR 2022).
+    """
+    return scores if strength == 0 else scores + strength * counts.to(scores.dtype).log()

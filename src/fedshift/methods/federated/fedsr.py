@@ -38,6 +38,7 @@ Should reproduce (PACS, ResNet-18, as printed by CSAC): FedSR 83.7, FedL2R 83.1,
 from __future__ import annotations
 
 import itertools
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar, Literal, cast
@@ -48,11 +49,11 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.data.domain import WITHOUT_MASKS
+from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.randomness import generator
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.representation import gaussian_divergence, mean_prediction, norm_regulariser
 from fedshift.methods.base import Method, State, trained_mean
 from fedshift.methods.heads import with_block
 from fedshift.methods.method_tests import MethodTests, tries
@@ -322,3 +323,47 @@ def _parts(network: Network) -> tuple[nn.Module, Encoder]:
 def _noise(shape: torch.Size | tuple[int, ...], draws: torch.Generator, like: Tensor) -> Tensor:
     """ε ~ N(0, I), drawn on the CPU."""
     return torch.randn(shape, generator=draws).to(like)
+
+
+def norm_regulariser(codes: Tensor, form: Literal["squared", "norm"] = "squared") -> Tensor:
+    """Penalty of the codes' norm, ``E‖z‖²`` (L_L2R), a scalar; or ``E‖z‖``, as in the released code.
+
+    The squared form is, up to a constant, the cross-entropy from p(z) to a Gaussian around 0.
+    """
+    if codes.dim() != 2 or not codes.numel():
+        raise UserError(f"the norm regulariser needs codes (n, Z) of a batch, found {tuple(codes.shape)}")
+    squares = codes.square().sum(1)
+    if form == "squared":
+        return squares.mean()
+    # The root's slope at 0 is infinite, so codes of zeros get the gradient 0.
+    return torch.where(squares > 0, squares, 1.0).sqrt().where(squares > 0, 0.0).mean()
+
+
+def gaussian_divergence(
+    means: Tensor,
+    scales: Tensor,
+    reference_means: Tensor,
+    reference_scales: Tensor,
+    factor: Tensor | float = 1.0,
+    epsilon: float = 1e-6,
+) -> Tensor:
+    """``KL( N(cμ, (cσ)²) ‖ N(μ_y, σ_y²) )`` of diagonal Gaussians, for each sample.
+
+    Per dimension it is ``log(σ_y/cσ) + ((cσ)² + (cμ − μ_y)²)/(2σ_y²) − ½``, summed over Z. With the reference of each
+    sample's own class the mean is L_CMI, an upper bound of I(x; z | y).
+    """
+    shape = means.shape
+    others = (scales.shape, reference_means.shape, reference_scales.shape)
+    if means.dim() != 2 or not means.numel() or any(other != shape for other in others):
+        text = ", ".join(str(tuple(other)) for other in (shape, *others))
+        raise UserError(f"the divergence needs four tensors (n, Z), found {text}")
+    means, scales = factor * means, factor * scales
+    ratio = (scales.square() + (means - reference_means).square()) / (2 * reference_scales.square())
+    return ((reference_scales + epsilon).log() - (scales + epsilon).log() + ratio - 0.5).sum(1)
+
+
+def mean_prediction(logits: Tensor) -> Tensor:
+    """``log mean_s softmax(logits_s)``, whose softmax is the mean prediction over S samples of the code."""
+    if logits.dim() != 3 or not logits.shape[0]:
+        raise UserError(f"the mean prediction needs logits (S, n, C) with S > 0, found {tuple(logits.shape)}")
+    return logits.log_softmax(2).logsumexp(0) - math.log(len(logits))

@@ -100,14 +100,7 @@ class FederatedVREx(LocalTraining):
         """Train with the penalty on the distance from ``level``, which is L̄."""
         model = site.model(weights)
         plain = self.loss_at(site, model, weights)
-        loss = site.minimise(
-            self.towards(plain, level, site.envelope.round),
-            model,
-            epochs=self.local_epochs,
-            steps=self.steps_per_round,
-            remember="optimizer",
-        )
-        return Update(site.weights_of(model), site.samples, loss)
+        return self._train_with(site, self.towards(plain, level, site.envelope.round), model)
 
     def towards(self, plain: Callable[[Batch], Tensor], level: float, number: int) -> Callable[[Batch], Tensor]:
         """L_k + β (L_k − L̄)² of a mini-batch in the round of this number, which begins at 1."""

@@ -57,6 +57,7 @@ Should reproduce: Amazon Review 79.0, 80.6, 85.6, 86.9, average 83.1; Digit-5 92
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
@@ -72,13 +73,11 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Reply, Share, Update
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
-from fedshift.functional import knowledge_vote as votes
-from fedshift.functional import schedules, source_weights
+from fedshift.functional import schedules
 from fedshift.functional.averaging import is_buffer, weighted_average
-from fedshift.functional.batchnorm import batchnorm_distance, batchnorm_objective
 from fedshift.functional.clustering import dispersion
-from fedshift.functional.consensus_focus import FocusTally
 from fedshift.methods.base import Method, Samples, State
+from fedshift.methods.federated import fada
 from fedshift.methods.heads import with_own_statistics
 from fedshift.methods.method_tests import MethodTests, Try, tries
 from fedshift.methods.robust import Averaged
@@ -229,8 +228,7 @@ class KD3A(Method):
     ) -> None:
         """Count sources whose predictions are not finite, as the target says, as missing.
 
-        Raises:
-            TrainingDiverged: fewer sources than the quorum are left.
+        Raises TrainingDiverged: fewer sources than the quorum are left.
         """
         dropped = [site for site in models if site not in shares]
         (target,) = federation.targets
@@ -286,14 +284,12 @@ class KD3A(Method):
         def loss_of(batch: Batch) -> Tensor:
             consensus = self._consensus(teachers.predictions(batch), gate)
             labels, support = (
-                votes.released_labels(consensus)
-                if self.labels == "hard"
-                else (consensus.probabilities, consensus.support)
+                released_labels(consensus) if self.labels == "hard" else (consensus.probabilities, consensus.support)
             )
             inputs = batch.inputs
             if self.mixup > 0 and len(inputs) > 1:
-                inputs, labels = votes.mixup(inputs, labels, *self._mixture(site, len(inputs)))
-            return votes.distillation_loss(student(inputs), labels, support)
+                inputs, labels = mixup(inputs, labels, *self._mixture(site, len(inputs)))
+            return distillation_loss(student(inputs), labels, support)
 
         loss = self._pass(site, student, loss_of, "optimizer")
         distilled = site.weights_of(student)
@@ -352,10 +348,10 @@ class KD3A(Method):
             generator=site.generator_for("focus"),
         )
 
-    def _consensus(self, predictions: Tensor, gate: float) -> votes.Consensus:
+    def _consensus(self, predictions: Tensor, gate: float) -> Consensus:
         if self.vote == "mean":
-            return votes.mean_ensemble(predictions)
-        return votes.knowledge_vote(predictions, gate, ballots=self.vote)
+            return mean_ensemble(predictions)
+        return knowledge_vote(predictions, gate, ballots=self.vote)
 
     def _mixture(self, site: Site, size: int) -> tuple[float, Tensor]:
         """λ ~ Beta(a, a) and a permutation, drawn from torch's generator, which each exchange seeds."""
@@ -395,32 +391,25 @@ def shares_of_round(
 ) -> dict[str, float]:
     """The shares of a round.
 
-    Args:
-        site: the target.
-        focus: how sources are weighted.
-        models: the models of the round.
-        value: consensus focus of each source (K,); None for another ``focus``.
-        confident: the share of the target's samples on which a teacher is confident, for the released code's α_T. None:
-            α_T is N_T/(ΣN + N_T).
-
-    Returns:
-        α of every source and, under the site's own name, of the target. They sum to 1.
+    ``value``: consensus focus of each source (K,); None for another ``focus``. ``confident``: the share of the target's
+    samples on which a teacher is confident, for the released code's α_T. None: α_T is N_T/(ΣN + N_T). Returns α of
+    every source and, under the site's own name, of the target. They sum to 1.
     """
     counts = list(models.samples.values())
     if value is None:
         target = site.samples / (sum(counts) + site.samples) if confident is None else confident / (len(counts) + 1)
         sources = [(1 - target) * share for share in _without_value(site, focus, models, counts)]
     elif confident is None:
-        sources, target = source_weights.domain_weights(value, counts, site.samples)
+        sources, target = domain_weights(value, counts, site.samples)
     else:
-        sources, target = source_weights.released_domain_weights(value, confident)
+        sources, target = released_domain_weights(value, confident)
     return {**dict(zip(models.samples, sources, strict=True)), site.name: target}
 
 
 def _without_value(site: Site, focus: Focus, models: Models, counts: Sequence[int]) -> list[float]:
     """Shares among the sources by one of the weightings that consensus focus is compared with."""
     if focus == "samples":
-        return source_weights.sample_weights(counts)
+        return sample_weights(counts)
     if focus == "h_divergence":  # as received: after aggregation they may hold the target's statistics
         return by_distance(site, list(models.came.values()), counts)
     return by_gain(site, models.start, list(models.merged.values()))
@@ -434,7 +423,7 @@ def by_distance(site: Site, models: Sequence[Weights], samples: Sequence[int]) -
     """
     with_own = (site.weights_of(with_own_statistics(site, model)) for model in models)
     distances = [batchnorm_distance(*pair, per_channel=True) for pair in zip(models, with_own, strict=True)]
-    return source_weights.distance_weights(samples, distances)
+    return distance_weights(samples, distances)
 
 
 def by_gain(site: Site, before: Weights, models: Sequence[Weights]) -> list[float]:
@@ -442,8 +431,8 @@ def by_gain(site: Site, before: Weights, models: Sequence[Weights]) -> list[floa
 
     A gain is how much tighter the target's features cluster under a model than under ``before``, as a ratio.
     """
-    gains = source_weights.relative_gains(_dispersion(site, before), [_dispersion(site, model) for model in models])
-    return source_weights.gain_weights(gains)
+    gains = fada.relative_gains(_dispersion(site, before), [_dispersion(site, model) for model in models])
+    return fada.gain_weights(gains)
 
 
 @torch.no_grad()
@@ -457,7 +446,7 @@ def _dispersion(site: Site, weights: Weights) -> float:
 def smooth_shares(previous: Mapping[str, float], new: Mapping[str, float], momentum: float) -> dict[str, float]:
     """Shares averaged over rounds. A site that was missing in the last round starts with its new share."""
     before = [previous.get(name, share) for name, share in new.items()]
-    mixed = source_weights.smoothed_weights(before, list(new.values()), momentum)
+    mixed = smoothed_weights(before, list(new.values()), momentum)
     return {name: share / sum(mixed) for name, share in zip(new, mixed, strict=True)}
 
 
@@ -474,13 +463,8 @@ class Teachers:
     A model with finite weights may still predict numbers that are not finite (a source that diverges). Such predictions
     are replaced by equal probabilities, which pass no gate, and the model is not among the `finite` ones.
 
-    Args:
-        site: the target.
-        models: the sources' models.
-        gate: confidence from which a teacher votes.
-        own_statistics: use the teachers' BatchNorm statistics; otherwise those of the batch.
-        whole_epoch: whether training passes over all samples.
-        tally: adds up the focus of each teacher; None if it is not needed.
+    ``own_statistics``: use the teachers' BatchNorm statistics; otherwise those of the batch. ``tally``: adds up the
+    focus of each teacher; None if it is not needed.
     """
 
     def __init__(
@@ -542,11 +526,7 @@ class Teachers:
     def finite(self, names: Iterable[str]) -> list[str]:
         """The names of the models whose predictions were all finite.
 
-        Args:
-            names: one per model.
-
-        Raises:
-            TrainingDiverged: there is no such model.
+        Raises TrainingDiverged: there is no such model.
         """
         names = list(names)
         result = [name for name, finite in zip(names, self._finite.tolist(), strict=True) if finite]
@@ -567,10 +547,8 @@ class Teachers:
 class BatchNormAlignment:
     """The objective of BatchNorm-MMD (12) for a network in training: its features against the statistics of models.
 
-    Args:
-        network: h_T, whose BatchNorm layers' inputs are π.
-        models: site → model, of the K sources and the target.
-        shares: site → α.
+    ``network``: h_T, whose BatchNorm layers' inputs are π. ``models``: site → model, of the K sources and the target.
+    ``shares``: site → α.
     """
 
     def __init__(self, network: Network, models: Mapping[str, Weights], shares: Mapping[str, float]) -> None:
@@ -605,3 +583,331 @@ class BatchNormAlignment:
 def with_private(site: Site, weights: Weights) -> Weights:
     """``weights`` with the site's private tensors in place of those of the same name."""
     return weights.merge(site.memory.weights("private")) if "private" in site.memory else weights
+
+
+Ballots = Literal["rows", "top1"]
+
+
+UNSUPPORTED = 0.001
+"""Support n_p of a sample that no teacher supports."""
+
+
+@dataclass(frozen=True)
+class Consensus:
+    """The teachers' common answer for n samples."""
+
+    probabilities: Tensor  # (n, C), rows that sum to 1
+    support: Tensor  # the number n_p of teachers behind each row, (n,); 0.001 where there is none
+    labels: Tensor  # winners of the vote, (n,) class numbers
+
+
+def knowledge_vote(predictions: Tensor, gate: float, *, ballots: Ballots = "rows") -> Consensus:
+    """Mean prediction and number of the teachers that are confident and agree, for every sample (KD3A, eq. 3 to 5).
+
+    A teacher passes the gate if its highest probability is above ``gate``. Teachers that pass vote for a class. The
+    result is the mean over those of them whose own first class won.
+
+    If none is left, the result is the mean over all teachers with support 0.001. This happens if no teacher passes the
+    gate, or if the sum elects a class that is no teacher's first. If no teacher passes, all vote. The first of equal
+    classes wins.
+    """
+    confidence, choice = predictions.max(2)
+    passing = confidence > gate
+    voting = passing | ~passing.any(0)
+    if ballots == "rows":
+        votes = _masked_sum(predictions, voting)
+    else:
+        votes = predictions.new_zeros(predictions.shape[1:]).scatter_add_(1, choice.T, (confidence * voting).T)
+    labels = votes.argmax(1)
+    agreeing = passing & (choice == labels)
+    count = agreeing.sum(0)
+    averaged = agreeing | (count == 0)
+    probabilities = _masked_sum(predictions, averaged) / averaged.sum(0)[:, None]
+    support = count.to(predictions.dtype)
+    return Consensus(probabilities, support.masked_fill_(count == 0, UNSUPPORTED), labels)
+
+
+def mean_ensemble(predictions: Tensor) -> Consensus:
+    """The mean of all teachers, each sample with support 1: without the vote (ablation of Figure 3)."""
+    probabilities = predictions.mean(0)
+    return Consensus(probabilities, probabilities.new_ones(len(probabilities)), probabilities.argmax(1))
+
+
+def released_labels(consensus: Consensus) -> tuple[Tensor, Tensor]:
+    """Targets of KD3A's released code. They replace probabilities and support in `mixup` and `distillation_loss`."""
+    probabilities = consensus.probabilities
+    hard = torch.zeros_like(probabilities).scatter_(1, consensus.labels[:, None], 1)
+    return hard, (consensus.support >= 1).to(probabilities.dtype)
+
+
+def distillation_loss(logits: Tensor, probabilities: Tensor, support: Tensor) -> Tensor:
+    """Distillation ``n_p · KL(p ‖ softmax(logits))``, mean over the batch, in nats (KD3A, equation 6).
+
+    0·log 0 counts as 0. For one-hot p it is the cross-entropy. For mixed one-hot p, as in the released code, it is
+    lower than the cross-entropy by the labels' entropy, with the same gradient.
+    """
+    divergence = F.kl_div(logits.log_softmax(1), probabilities, reduction="none").sum(1)
+    return (support * divergence).mean()
+
+
+def mixup(inputs: Tensor, probabilities: Tensor, lam: float, permutation: Tensor) -> tuple[Tensor, Tensor]:
+    """Mix pairs of samples, ``λx + (1−λ)x_π`` and ``λp + (1−λ)p_π``. KD3A leaves the support unmixed.
+
+    Source: mixup (Zhang et al., ICLR 2018), as in KD3A.
+    """
+    return (
+        torch.lerp(inputs[permutation], inputs, lam),
+        torch.lerp(probabilities[permutation], probabilities, lam),
+    )
+
+
+def _masked_sum(predictions: Tensor, mask: Tensor) -> Tensor:
+    """The sum of those teachers' rows that ``mask`` (K, n) keeps: (n, C)."""
+    return torch.einsum("kn,knc->nc", mask.to(predictions.dtype), predictions)
+
+
+EXACT_UP_TO = 10
+"""The most teachers for which Shapley values go through all coalitions (2¹⁰)."""
+
+
+_ORDERS = 128
+
+
+# Numbers per piece when many coalitions vote: 4 MiB in float64.
+_CHUNK = 524_288
+
+
+class FocusTally:
+    """The focus of every teacher, added up over batches of samples, without keeping any sample.
+
+    Q is a sum over samples. So the tally keeps one number for each coalition that the rule needs: 2^K for exact Shapley
+    values, K + 1 for leave-one-out. All sums are in float64.
+
+    ``gate``: g, at least 0 and below 1. ``rule``: ``"leave_one_out"`` is ``CF_k = Q(all) − Q(all but k)`` (equation 8).
+    ``"shapley"`` are the Shapley values of Q: each teacher's mean gain over all orders of joining (KD3A's released
+    code), which sum to Q(all). ``ballots``: as in `knowledge_vote`. With ``"rows"`` a focus can be negative;
+    `domain_weights` counts that as 0. With ``"top1"``, samples on which no teacher passes the gate count 0, as in the
+    released code; then Q never falls when a teacher joins. ``permutations``: number of sampled orders, every second one
+    the reverse of the one before. None: Shapley values are exact for up to 10 teachers, and means over 128 orders for
+    more. ``generator``: generator of the orders, on the CPU; PyTorch's global one by default.
+    """
+
+    def __init__(
+        self,
+        teachers: int,
+        gate: float,
+        *,
+        rule: Literal["shapley", "leave_one_out"] = "shapley",
+        ballots: Ballots = "rows",
+        permutations: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self._gate, self._ballots = gate, ballots
+        self._orders: tuple[Tensor, Tensor] | None = None
+        self._rule = rule
+        if rule == "leave_one_out":
+            self._members = torch.cat([torch.ones(1, teachers), 1 - torch.eye(teachers)]).bool()
+        elif permutations is None and teachers <= EXACT_UP_TO:
+            self._members = (torch.arange(2**teachers)[:, None] >> torch.arange(teachers)) & 1 == 1
+        else:
+            count = _ORDERS if permutations is None else permutations
+            drawn = torch.stack([torch.randperm(teachers, generator=generator) for _ in range((count + 1) // 2)])
+            orders = torch.stack([drawn, drawn.flip(1)], 1).flatten(0, 1)[:count]
+            # Teacher k is among the first j if its place in the order is below j.
+            members = orders.argsort(1)[:, None, :] < torch.arange(teachers + 1)[:, None]
+            self._members, number = torch.unique(members.flatten(0, 1), dim=0, return_inverse=True)
+            self._orders = orders, number
+        self._qualities = torch.zeros(len(self._members), dtype=torch.float64)
+
+    def add(self, predictions: Tensor) -> None:
+        """Count more samples."""
+        self._qualities += _qualities(predictions, self._gate, self._members, self._ballots)
+
+    def focus(self) -> Tensor:
+        """CF_k over all samples so far: (K,) float64 on the CPU."""
+        if self._rule == "leave_one_out":
+            return self._qualities[0] - self._qualities[1:]
+        if self._orders is None:
+            return _exact_shapley(self._members, self._qualities)
+        orders, number = self._orders
+        gains = self._qualities[number].view(len(orders), -1).diff(dim=1)
+        focus = torch.zeros(orders.shape[1], dtype=torch.float64)
+        return focus.index_add_(0, orders.flatten(), gains.flatten()) / len(orders)
+
+
+def _exact_shapley(members: Tensor, qualities: Tensor) -> Tensor:
+    """Shapley values from the qualities (2^K,) of all coalitions. Bit k of a coalition's number says whether k is in
+    it.
+    """
+    teachers = members.shape[1]
+    numbers = torch.arange(2**teachers)
+    # Exactly the members of S precede k in |S|! (K − |S| − 1)! of the K! orders.
+    chances = torch.tensor(
+        [1 / (teachers * math.comb(teachers - 1, size)) for size in range(teachers)], dtype=torch.float64
+    )
+    focus = []
+    for teacher in range(teachers):
+        without = numbers[~members[:, teacher]]
+        gains = qualities[without + 2**teacher] - qualities[without]
+        focus.append(chances[members[without].sum(1)] @ gains)
+    return torch.stack(focus)
+
+
+def _qualities(predictions: Tensor, gate: float, members: Tensor, ballots: Ballots) -> Tensor:
+    """Q of every coalition, one per row of ``members`` (M, K), bool: (M,) float64 on the CPU."""
+    vote = _row_qualities if ballots == "rows" else _top_qualities
+    teachers, _, classes = predictions.shape
+    inside = members.to(predictions.device).double()
+    total = torch.zeros(len(members), dtype=torch.float64, device=predictions.device)
+    for piece in torch.split(predictions, max(1, _CHUNK // max(len(members), teachers * classes)), dim=1):
+        total += vote(piece.double(), gate, inside)
+    return total.cpu()
+
+
+def _top_qualities(rows: Tensor, gate: float, inside: Tensor) -> Tensor:
+    """Q over the samples of ``rows`` (K, n, C) when votes are top-1 probabilities: the winner's sum is n_p · max p."""
+    confidence, choice = rows.max(2)
+    votes = confidence * (confidence > gate)
+    best = inside.new_zeros(len(inside), rows.shape[1])
+    for candidate in choice:
+        best = torch.maximum(best, inside @ (votes * (choice == candidate)))
+    return best.sum(1)
+
+
+def _row_qualities(rows: Tensor, gate: float, inside: Tensor) -> Tensor:
+    """Q over the samples of ``rows`` (K, n, C) when votes are whole rows.
+
+    For every coalition and sample this finds the class with the largest sum over voters, and that sum. The class is
+    almost always some teacher's first choice, so only those classes are summed. Where another class could reach as much
+    (at most the sum of each voter's best among the others), all classes are summed.
+    """
+    confidence, choice = rows.max(2)
+    passing = (confidence > gate).double()
+    passed = inside @ passing > 0
+    sizes = inside.sum(1, keepdim=True)
+
+    def tally(values: Tensor) -> Tensor:
+        return torch.where(passed, inside @ (values * passing), inside @ values)
+
+    # Sorted by class, so that the first of equal ones wins.
+    candidates = choice.sort(0).values
+    heights = torch.full_like(passed, -1.0, dtype=torch.float64)
+    winners = torch.zeros_like(passed, dtype=torch.int64)
+    for candidate in candidates:
+        sums = tally(rows.gather(2, candidate.expand(len(rows), -1)[..., None])[..., 0])
+        better = sums > heights
+        heights, winners = torch.where(better, sums, heights), torch.where(better, candidate, winners)
+    others = rows.scatter(2, candidates.T.expand(len(rows), -1, -1), 0.0).amax(2)
+    for sample, coalition in _by_sample((heights <= tally(others)) & (sizes > 0)):
+        voting = torch.where(passed[coalition, sample, None], inside[coalition] * passing[:, sample], inside[coalition])
+        heights[coalition, sample], winners[coalition, sample] = (voting @ rows[:, sample]).max(1)
+
+    quality = torch.zeros_like(heights)
+    for teacher, vote in enumerate(confidence * passing):
+        quality += torch.where(choice[teacher] == winners, inside[:, teacher, None] * vote, 0.0)
+    quality = torch.where(passed, quality, UNSUPPORTED * heights / sizes.clamp(min=1))
+    # If the elected class is no voter's first, the mean over all teachers counts, past the gate or not.
+    for sample, coalition in _by_sample(passed & (quality == 0)):
+        highest = (inside[coalition] @ rows[:, sample]).amax(1)
+        quality[coalition, sample] = UNSUPPORTED * highest / sizes[coalition, 0]
+    return quality.sum(1)
+
+
+def _by_sample(mask: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The samples with anything set in ``mask`` (M, n), and for each the numbers of its coalitions."""
+    for sample in mask.any(0).nonzero()[:, 0].tolist():
+        yield sample, mask[:, sample].nonzero()[:, 0]
+
+
+def domain_weights(
+    focus: Sequence[float] | Tensor, samples: Sequence[int], target_samples: int
+) -> tuple[list[float], float]:
+    """KD3A's shares (equation 9): ``α_T = N_T / (ΣN + N_T)`` and ``α_k = (1 − α_T) · N_k CF_k / Σ_j N_j CF_j``.
+
+    Negative focus counts as 0. When all are 0 the sources share equally. All shares together sum to 1.
+    """
+    counts = torch.tensor(samples, dtype=torch.float64)
+    target = target_samples / (sum(samples) + target_samples)
+    return _shares(_focus(focus) * counts, 1 - target), target
+
+
+def released_domain_weights(focus: Sequence[float] | Tensor, confident_fraction: float) -> tuple[list[float], float]:
+    """Shares in KD3A's released code: the target's ``fraction / (K + 1)``, the sources' ``α_k ∝ CF_k``.
+
+    Numbers of samples do not enter. Negative and all-zero focus as in `domain_weights`. The released code rounds every
+    share to 4 decimals, which then need not sum to 1; these are not rounded.
+    """
+    target = confident_fraction / (len(focus) + 1)
+    return _shares(_focus(focus), 1 - target), target
+
+
+def smoothed_weights(previous: Sequence[float], new: Sequence[float], momentum: float = 0.9) -> list[float]:
+    """``m · previous + (1 − m) · new`` for the shares of all sites (KD3A's released code)."""
+    return [momentum * old + (1 - momentum) * now for old, now in zip(previous, new, strict=True)]
+
+
+def sample_weights(samples: Sequence[int]) -> list[float]:
+    """Shares by numbers of samples, ``α_k = N_k / Σ_j N_j``: KD3A without its focus."""
+    return _shares(torch.tensor(samples, dtype=torch.float64), 1.0)
+
+
+def distance_weights(samples: Sequence[int], distances: Sequence[float]) -> list[float]:
+    """Shares by distance to the target, ``α_k ∝ N_k exp(−d_k)``: the H-divergence row of its robustness experiment."""
+    counts = torch.tensor(samples, dtype=torch.float64)
+    gaps = torch.tensor(distances, dtype=torch.float64)
+    return _shares(counts * torch.exp(gaps.min() - gaps), 1.0)
+
+
+def _shares(values: Tensor, total: float) -> list[float]:
+    """Divide ``total`` in proportion to ``values``, equally when all are 0."""
+    largest = values.max()
+    # Division by the largest keeps the sum and the quotients in the range of float64.
+    values = values / largest if largest > 0 else torch.ones_like(values)
+    shares: list[float] = (total * values / values.sum()).tolist()
+    return shares
+
+
+def _focus(focus: Sequence[float] | Tensor) -> Tensor:
+    return torch.as_tensor(focus, dtype=torch.float64, device="cpu").clamp(min=0)
+
+
+_MEAN = "running_mean"
+
+
+_VARIANCE = "running_var"
+
+
+def batchnorm_objective(batch_features: Tensor, means: Tensor, variances: Tensor, shares: Tensor) -> Tensor:
+    """BatchNorm-MMD of one layer, ``Σ_k α_k (‖mean(π) − m_k‖² + ‖mean(π²) − (v_k + m_k²)‖²)``, a scalar.
+
+    Source: KD3A, equation 12, with the diagonal of the second moments only. Differentiable by every argument.
+    """
+    axes = [axis for axis in range(batch_features.dim()) if axis != 1]
+    first = batch_features.mean(axes) - means
+    second = batch_features.square().mean(axes) - (variances + means.square())
+    return (shares[:, None] * (first.square() + second.square())).sum()
+
+
+def batchnorm_distance(
+    first: Mapping[str, Tensor], second: Mapping[str, Tensor], *, per_channel: bool = False
+) -> float:
+    """Distance of two models' BatchNorm statistics, ``Σ_l ‖Δ m‖² + ‖Δ (v + m²)‖²`` over layers, in float64.
+
+    It is the objective of `batchnorm_objective` between two models. Layers are found by keys that end in
+    ``running_mean`` and ``running_var``; without any the distance is 0.
+    """
+    left, right = Weights(first).select(is_buffer), Weights(second).select(is_buffer)
+    total, channels = 0.0, 0
+    for name in left:
+        layer = name.removesuffix(_MEAN)
+        if layer != name and layer + _VARIANCE in left:
+            (mean, moment), (other_mean, other_moment) = _moments(left, layer), _moments(right, layer)
+            total += ((mean - other_mean).square().sum() + (moment - other_moment).square().sum()).item()
+            channels += len(mean)
+    return total / channels if per_channel and channels else total
+
+
+def _moments(weights: Weights, layer: str) -> tuple[Tensor, Tensor]:
+    """First and second moment of one layer's inputs."""
+    mean = weights[layer + _MEAN].double()
+    return mean, weights[layer + _VARIANCE].double() + mean.square()

@@ -56,24 +56,11 @@ class LentHeads(FedAvg):
             {name.removeprefix(_OF_CLASSIFIER): tensor.to(site.device) for name, tensor in heads[owner].items()}
             for owner in sorted(heads)
         ]
-        loss = site.minimise(
-            self.loss_beside(site, model, others),
-            model,
-            epochs=self.local_epochs,
-            steps=self.steps_per_round,
-            remember="optimizer",
-        )
-        return Update(site.weights_of(model), site.samples, loss)
+        return self._train_with(site, self.loss_beside(site, model, others), model)
 
     @abstractmethod
     def loss_beside(self, site: Site, model: Network, heads: list[Head]) -> Callable[[Batch], Tensor]:
-        """The loss of a mini-batch.
-
-        Args:
-            site: the site that trains.
-            model: the network that is trained.
-            heads: the classifiers of all sites.
-        """
+        """The loss of a mini-batch."""
 
 
 def scores_of(model: Network, head: Head, features: Tensor) -> Tensor:

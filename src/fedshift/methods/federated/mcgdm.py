@@ -37,7 +37,6 @@ from torch import Tensor
 
 from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.gradient_matching import direction_gap
 from fedshift.methods.base import Samples
 from fedshift.methods.composition.plug_in import check_images
 from fedshift.methods.federated.lent_heads import Head, LentHeads, scores_of
@@ -107,3 +106,15 @@ class MCGDM(LentHeads):
 
 def _gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(loss, parameters, create_graph=True))
+
+
+def direction_gap(gradients: Sequence[Tensor], references: Sequence[Tensor]) -> Tensor:
+    """``1 − cos(g, r)``, the mean over tensors; of a matrix the cosine is the mean over its rows (MCGDM).
+
+    Source: Wei, Han (AAAI 2024), as in their code (weiyikang/FedGM_torch, train.py, `train_fedgm`).
+    """
+    gaps = []
+    for gradient, reference in zip(gradients, references, strict=True):
+        rows = (gradient[None], reference[None]) if gradient.dim() < 2 else (gradient.flatten(1), reference.flatten(1))
+        gaps.append(1 - F.cosine_similarity(*rows, dim=1).mean())
+    return torch.stack(gaps).mean()

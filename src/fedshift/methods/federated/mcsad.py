@@ -127,8 +127,7 @@ class MCSAD(LentHeads):
 class HardStyle:
     """The style of a mini-batch's maps, and the one up the loss.
 
-    Args:
-        through: whether gradients pass the maps that take it.
+    ``through``: whether gradients pass the maps that take it.
     """
 
     def __init__(self, through: bool) -> None:
@@ -157,11 +156,7 @@ def _restyle(maps: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
 
 
 def styled_stages(network: Network) -> tuple[str, str]:
-    """The first two stages with maps.
-
-    Raises:
-        UserError: there are fewer.
-    """
+    """The first two stages with maps. Raises UserError: there are fewer."""
     stages = [name for name in map_channels(network) if name != STEM]
     if len(stages) < 2:
         raise UserError(

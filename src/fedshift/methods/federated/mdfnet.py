@@ -55,6 +55,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
+from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Count, NotNegative, Number, PerSite, Update
 from fedshift.federation.randomness import derive_seed, drawn_from
@@ -62,16 +63,9 @@ from fedshift.federation.site import Batch, Site
 from fedshift.federation.training import set_learning_rate
 from fedshift.functional import schedules
 from fedshift.functional.averaging import MeanAccumulator
-from fedshift.functional.clustering import spherical_kmeans
+from fedshift.functional.clustering import class_means
 from fedshift.functional.losses import entropy_of_logits
 from fedshift.functional.masking import soft_interaction
-from fedshift.functional.mdfnet_schedule import (
-    collaborative_shares,
-    is_ready,
-    names_few_classes,
-    progress_since,
-    progressive_weight,
-)
 from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic
 from fedshift.methods.heads import hand_over, with_block
 from fedshift.methods.masks import Mask, Private, parts, with_masked_inputs
@@ -374,3 +368,71 @@ class _Halves:
         if self._method.interaction == "features":
             return soft_interaction(specific.sigmoid(), invariant.sigmoid(), _SMOOTHING).mean()
         return soft_interaction(specific, invariant).mean()
+
+
+def progressive_weight(r: float, rho: float = 10.0) -> float:
+    """The unlabelled sites' share ``η = (1 − e^(−ρr)) / (2(1 + e^(−ρr)))``, from 0 towards ½ (MDFNet)."""
+    if r < 0 or rho < 0:
+        raise UserError(f"the progressive weight needs r and rho of at least 0, found {r} and {rho}")
+    return math.tanh(rho * r / 2) / 2
+
+
+def collaborative_shares(labelled: int, unlabelled: int, weight: float) -> tuple[float, float]:
+    """Share ``(1 − η)/L`` of each labelled site and ``η/U`` of each unlabelled one; all sum to 1 (MDFNet)."""
+    if labelled < 1 or unlabelled < 1:
+        raise UserError(
+            f"the federation has {labelled} labelled and {unlabelled} unlabelled sites: at least one of each is needed"
+        )
+    if not 0 <= weight <= 1:
+        raise UserError(f"the unlabelled sites' share must lie in [0, 1], found {weight}")
+    return (1 - weight) / labelled, weight / unlabelled
+
+
+def is_ready(cross_entropy: float, classes: int, readiness: float) -> bool:
+    """Whether a model can tell classes apart: ``CE < q · ln C``. The readiness gate of MDFNet's practical setting."""
+    if classes < 2:
+        raise UserError(f"a cross-entropy needs at least two classes to be compared with guessing, found {classes}")
+    return cross_entropy < readiness * math.log(classes)
+
+
+def progress_since(opened: int, done: int, rounds: int) -> float:
+    """Progress ``r = (done − opened)/(rounds − 1 − opened)`` since the gate opened, at most 1.
+
+    It is 0 in the first round in which unlabelled sites take part, and 1 in the last round planned.
+    """
+    return min(1.0, (done - opened) / max(1, rounds - 1 - opened))
+
+
+def names_few_classes(named: float, classes: int) -> bool:
+    """Whether pseudo-labels name at most half of the classes: a sign that clusters have merged."""
+    return 2 * named <= classes
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """The result of `spherical_kmeans`."""
+
+    labels: Tensor  # class of each sample, (n,)
+    centroids: Tensor  # (C, d), zero where a class never had a sample
+    passes: int  # how often samples were assigned. The last pass changed nothing, unless the limit came first.
+
+
+@torch.no_grad()
+def spherical_kmeans(features: Tensor, labels: Tensor, classes: int, limit: int = 100) -> Clusters:
+    """k-means by cosine distance ``d = ½(1 − cos(g, O_k))``, started from given labels (MDFNet).
+
+    A centroid ``O_k`` is at first the mean of its class, then ``Σ_{ŷ=k} g/‖g‖``. Samples go to the nearest centroid
+    until no label changes. A class that loses all samples keeps its last centroid; a class that is empty at the start
+    takes no part. A zero vector has cosine 0 with everything and goes to the first class that takes part.
+    """
+    directions = F.normalize(features)
+    centroids, present = class_means(features, labels, classes)
+    for passes in range(1, limit + 1):
+        cosines = directions @ F.normalize(centroids).T
+        nearest = cosines.masked_fill(~present, -torch.inf).argmax(1)
+        if torch.equal(nearest, labels):
+            return Clusters(labels, centroids, passes)
+        labels = nearest
+        chosen = F.one_hot(labels, classes).to(directions.dtype)
+        centroids = torch.where((chosen.sum(0) > 0)[:, None], chosen.T @ directions, centroids)
+    return Clusters(labels, centroids, limit)

@@ -25,13 +25,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.contrastive import model_contrastive_loss
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.heads import with_block
 from fedshift.methods.method_tests import MethodTests, tries
@@ -92,3 +92,13 @@ class Moon(FedAvg):
             return site.objective.loss(model.classifier(features), batch.targets) + self.contrastive_weight * contrast
 
         return loss
+
+
+def model_contrastive_loss(features: Tensor, common: Tensor, previous: Tensor, temperature: float) -> Tensor:
+    """``−log( e^{sim(z, z_glob)/τ} / (e^{sim(z, z_glob)/τ} + e^{sim(z, z_prev)/τ}) )``, the mean over samples.
+
+    ``sim`` is the cosine. Source: MOON (Li, He, Song, CVPR 2021, equation 3).
+    """
+    near = F.cosine_similarity(features, common) / temperature
+    far = F.cosine_similarity(features, previous) / temperature
+    return F.softplus(far - near).mean()

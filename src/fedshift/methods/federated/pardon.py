@@ -54,9 +54,8 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Styles, Update
 from fedshift.federation.replies import About, Bounds
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.clustering import class_means, first_neighbour_partitions
-from fedshift.functional.mixing import rows_of_other_classes
-from fedshift.functional.styles import adain, style_of_groups
+from fedshift.functional.clustering import class_means
+from fedshift.functional.styles import EPSILON, adain
 from fedshift.methods.base import Samples, State, trained_mean
 from fedshift.methods.composition.plug_in import check_images
 from fedshift.methods.composition.styles import Channels, SharedStyles, StylesOption
@@ -170,14 +169,7 @@ class Pardon(FedAvg):
     def fit_styled(self, site: Site, weights: Weights, common: Mapping[str, Styles]) -> Update:
         """Train on images and their versions in the common style."""
         model = site.model(weights)
-        loss = site.minimise(
-            self.styled_loss(site, model, common.get(_STYLE)),
-            model,
-            epochs=self.local_epochs,
-            steps=self.steps_per_round,
-            remember="optimizer",
-        )
-        return Update(site.weights_of(model), site.samples, loss)
+        return self._train_with(site, self.styled_loss(site, model, common.get(_STYLE)), model)
 
     def styled_loss(self, site: Site, model: Network, style: Styles | None) -> Callable[[Batch], Tensor]:
         """L of a mini-batch."""
@@ -239,3 +231,59 @@ def common_style(styles: list[Styles]) -> Styles:
     means, _ = class_means(rows, groups, int(groups.max()) + 1)
     mean, deviation = means.median(0).values.to(styles[0]["mean"])[None].chunk(2, dim=1)
     return Styles({"mean": mean, "deviation": deviation})
+
+
+@torch.no_grad()
+def first_neighbour_partitions(rows: Tensor) -> list[Tensor]:
+    """FINCH: each row is in one group with the row whose cosine to it is the largest, then the groups' means likewise.
+
+    It ends before all are one group, unless the rows themselves are, and where nothing is joined any more. Of equal
+    cosines the first row counts. Source: Sarfraz, Sharma, Stiefelhagen (CVPR 2019, equation 1 and algorithm 1).
+    """
+    partitions: list[Tensor] = []
+    groups, count = torch.arange(len(rows)), len(rows)
+    while True:
+        joined = _joined_to_neighbours(class_means(rows, groups.to(rows.device), count)[0].cpu())
+        before, count = count, int(joined.max()) + 1
+        if partitions and count in (1, before):
+            return partitions
+        groups = joined[groups]
+        partitions.append(groups)
+        if count == 1:
+            return partitions
+
+
+def _joined_to_neighbours(rows: Tensor) -> Tensor:
+    """The group of each row, (n,), where rows hang together through their nearest others."""
+    directions = F.normalize(rows)
+    nearest = (directions @ directions.T).fill_diagonal_(-torch.inf).argmax(1)
+    groups = torch.arange(len(rows))
+    while True:
+        lowest = torch.minimum(groups, groups[nearest])
+        lowest = lowest.scatter_reduce(0, nearest, lowest, "amin")
+        if torch.equal(lowest, groups):
+            numbers: Tensor = torch.unique(groups, return_inverse=True)[1]
+            return numbers
+        groups = lowest
+
+
+def style_of_groups(maps: Tensor, groups: Tensor, epsilon: float = EPSILON) -> tuple[Tensor, Tensor]:
+    """One style of many images, in which each group of them counts the same.
+
+    With means over all positions of a group's images, ``μ`` is the mean over groups of E x, and ``σ² + ε`` that of
+    E x² less μ². Source: PARDON (Nguyen, Johnson, Leach, ICDCS 2025), judydnguyen/PARDON-FedDG, src/client.py,
+    `DGClient.abstract_style`.
+    """
+    moments = torch.stack([maps.double().mean((2, 3)), maps.double().square().mean((2, 3))])  # (2, n, c)
+    count = int(groups.max()) + 1
+    sums = moments.new_zeros(2, count, maps.shape[1]).index_add_(1, groups, moments)
+    mean, square = (sums / torch.bincount(groups, minlength=count)[:, None]).mean(1)
+    return mean.to(maps), ((square - mean.square()).clamp(min=0) + epsilon).sqrt().to(maps)
+
+
+def rows_of_other_classes(labels: Tensor, generator: torch.Generator) -> Tensor:
+    """For each sample, another one of another class, drawn among all of them."""
+    others = (labels[:, None] != labels[None]).cpu()
+    if not others.any():
+        return torch.empty(0, dtype=torch.int64)
+    return torch.multinomial(others.double(), 1, generator=generator)[:, 0]

@@ -29,7 +29,7 @@ round: ``local_epochs: 2``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -39,7 +39,7 @@ from torch import Tensor
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.control_variates import linear_term
-from fedshift.functional.meta_learning import answer_at, hessian_product, inner_step
+from fedshift.functional.meta_learning import answer_at, inner_step
 from fedshift.methods.base import PERSONAL
 from fedshift.methods.composition.fine_tune import FineTune
 from fedshift.methods.federated.fedavg import FedAvg
@@ -119,3 +119,20 @@ class PerFedAvg(FedAvg):
             return value + (term - term.detach())
 
         return loss
+
+
+def hessian_product(
+    loss_at: Callable[[Mapping[str, Tensor]], Tensor],
+    parameters: Mapping[str, Tensor],
+    direction: Mapping[str, Tensor],
+    difference: float = 1e-3,
+) -> dict[str, Tensor]:
+    """``(∇L(θ + δv) − ∇L(θ − δv)) / (2δ)``: about ``∇²L(θ) v`` without second derivatives.
+
+    Source: Fallah et al. (NeurIPS 2020), section 5, Per-FedAvg (HF).
+    """
+    slopes = []
+    for step in (difference, -difference):
+        at = {name: (value + step * direction[name]).detach().requires_grad_() for name, value in parameters.items()}
+        slopes.append(torch.autograd.grad(loss_at(at), list(at.values())))
+    return {name: (above - below) / (2 * difference) for name, above, below in zip(parameters, *slopes, strict=True)}

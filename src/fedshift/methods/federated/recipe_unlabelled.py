@@ -14,10 +14,10 @@ In every round, with θ the labelled sites' model and φ the target's own:
               then  min over φ of  λ (E[H(p)] − H(E[p])) + β·CE(ŷ, p),  E over the mini-batch       (SHOT, 3 and 7)
               ŷ of images, once per round over all data: nearest centroid in φ's features           (SHOT, 4 to 6)
               ŷ of vectors, once, before the first step: φ's predictions, spread among the samples whose inputs are
-              alike and scaled to equally frequent classes (`functional/label_spreading.py`)
+              alike and scaled to equally frequent classes (`spread_labels`)
               and φ's statistics are those of all the target's samples
               τ = share of the answers of θ, with the target's statistics, that φ keeps, where θ is surest
-              (`functional/kept_answers.py`)
+              (`kept_answers`)
     Labelled sites are measured with θ, the target with φ, and where τ < ``trust`` with θ and the target's statistics.
 
 Unlike in SHOT the sources go on training while the target waits, one model adapts in place of K, the whole network is
@@ -50,12 +50,11 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, model_validator
 from torch import Tensor, nn
 
+from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Statistics
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.information import information_maximisation
-from fedshift.functional.kept_answers import kept_answers
-from fedshift.functional.label_spreading import spread_labels
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.shot import pseudo_labels_at
@@ -226,3 +225,107 @@ def _both(labelled: Weights, target: Weights) -> Weights:
 def _side(weights: Weights, side: str) -> Weights:
     """The weights of one side of `TwoSides`."""
     return Weights({name.removeprefix(f"{side}."): value for name, value in weights.select(side).items()})
+
+
+@torch.no_grad()
+def kept_answers(before: Tensor, after: Tensor, surest: float = 0.25) -> float:
+    """Share of a model's surest answers that another model gives, too.
+
+    1. Scale ``before`` until all classes are equally frequent (`equally_frequent`).
+
+    2. Of the samples take those whose largest probability is then largest, ``surest`` of them.
+
+    3. On these, count how often ``after`` names the same class.
+
+    Two models that differ on a share d of samples differ by at most d in accuracy there, the triangle inequality
+    behind bounds of adaptation (Ben-David et al., Machine Learning 2010). And where a model is surest it is right more
+    often than elsewhere. So what is trained without labels may change unsure answers, but a model that changes most of
+    the sure ones has left the classes which the labels gave. Scaling matters where ``before`` names few classes: it is
+    then surest of those, everywhere.
+    """
+    if before.dim() != 2 or before.shape != after.shape or not before.numel():
+        raise UserError(
+            f"kept answers need two models' predictions (n, C) of the same samples, found {tuple(before.shape)} and "
+            f"{tuple(after.shape)}"
+        )
+    sureness, classes = equally_frequent(before.cpu().double()).max(1)
+    order = sureness.argsort(descending=True, stable=True)[: math.ceil(surest * len(before))]
+    return (classes == after.cpu().argmax(1))[order].double().mean().item()
+
+
+_CHUNK = 1024  # rows whose similarities to all samples are in memory together
+
+
+@torch.no_grad()
+def spread_labels(
+    samples: Tensor, probabilities: Tensor, *, neighbours: int = 10, share: float = 0.95, steps: int = 30
+) -> Tensor:
+    """Class of every sample after its prediction spread among its nearest neighbours.
+
+    1. Scale the probabilities until all classes are equally frequent (`equally_frequent`).
+
+    2. Spread them (`spread`).
+
+    3. Scale them again; each sample takes its most probable class.
+
+    A model that is hardly better than guessing predicts few classes, and those everywhere. Scaled, what is left of the
+    difference between samples counts; spread, the samples of a cluster agree.
+    """
+    if samples.dim() != 2 or probabilities.dim() != 2 or len(samples) != len(probabilities) or not len(samples):
+        raise UserError(
+            f"labels spread among samples (n, d) with probabilities (n, C), found {tuple(samples.shape)} and "
+            f"{tuple(probabilities.shape)}"
+        )
+    near, similarity = nearest_neighbours(samples, neighbours)
+    before = equally_frequent(probabilities.cpu().double())
+    after = spread(before, near.cpu(), similarity.cpu().double(), share, steps)
+    return equally_frequent(after).argmax(1).to(samples.device)
+
+
+def nearest_neighbours(samples: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The other samples of largest cosine, (n, k) int64, and their cosines, (n, k); k is at most n − 1.
+
+    The time grows with the square of the samples, the memory with their number.
+    """
+    directions = F.normalize(samples)
+    number = min(number, len(samples) - 1)
+    near, cosines = [], []
+    for begin in range(0, len(samples), _CHUNK):
+        part = directions[begin : begin + _CHUNK] @ directions.T
+        part.diagonal(begin).fill_(-2)  # a sample is not its own neighbour
+        best = part.topk(number, dim=1)
+        near.append(best.indices)
+        cosines.append(best.values)
+    return torch.cat(near), torch.cat(cosines)
+
+
+def spread(probabilities: Tensor, near: Tensor, cosines: Tensor, share: float = 0.95, steps: int = 30) -> Tensor:
+    """``Z ← α·S·Z + (1 − α)·P`` from Z = P, ``steps`` times; rows then sum to 1 (Zhou et al., NIPS 2003).
+
+    S = D^(−½)·(W + Wᵀ)·D^(−½). W has the cubes of the cosines of each sample with its neighbours (Iscen et al., CVPR
+    2019), 0 where they are negative, and D the sums of the rows of W + Wᵀ. A sample without neighbours keeps its row.
+    """
+    weights = cosines.clamp(min=0) ** 3
+    degrees = weights.sum(1).index_add(0, near.flatten(), weights.flatten())
+    roots = degrees.clamp(min=torch.finfo(degrees.dtype).tiny).rsqrt()
+    scaled = weights * roots[:, None] * roots[near]
+    result = probabilities
+    for _ in range(steps):
+        taken = torch.zeros_like(result)
+        for others, part in zip(near.T, scaled.T.unsqueeze(2), strict=True):
+            taken += part * result[others]
+            taken.index_add_(0, others, part * result)
+        result = share * taken + (1 - share) * probabilities
+    return result / result.sum(1, keepdim=True)
+
+
+def equally_frequent(probabilities: Tensor, steps: int = 20) -> Tensor:
+    """Probabilities scaled, class by class and row by row in turn, until all classes are equally frequent.
+
+    Classes that no row gives a probability stay without one. This is Sinkhorn's iteration.
+    """
+    result, tiny = probabilities, torch.finfo(probabilities.dtype).tiny
+    for _ in range(steps):
+        result = result / result.sum(0).clamp(min=tiny)
+        result = result / result.sum(1, keepdim=True)
+    return result

@@ -42,7 +42,7 @@ from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.training import Training
 from fedshift.functional.averaging import parameters_of
-from fedshift.functional.control_variates import linear_term, next_control, normalising_factor
+from fedshift.functional.control_variates import Parameters, linear_term, normalising_factor
 from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.robust import Averaged
@@ -139,16 +139,22 @@ def zeros(weights: Weights) -> Weights:
 def plain_steps(name: str, training: Training, steps: int, decay: float = 0.0) -> float:
     """How many steps of plain SGD so many local steps amount to.
 
-    Args:
-        name: of the method, for messages.
-        training: how sites train.
-        steps: local steps of a site in one exchange.
-        decay: learning rate times the weight of a proximal term.
-
-    Raises:
-        UserError: the optimiser is Adam, whose steps have no such number.
+    ``steps``: local steps of a site in one exchange. ``decay``: learning rate times the weight of a proximal term.
+    Raises UserError: the optimiser is Adam, whose steps have no such number.
     """
     if training.optimizer != "sgd":
         raise UserError(f"{name} needs training.optimizer: sgd, because the length of Adam's steps is not known")
     lasting = not training.reset_optimizer_each_round
     return normalising_factor(steps, training.momentum, decay, nesterov=training.nesterov, lasting=lasting)
+
+
+def next_control(
+    control: Parameters, common: Parameters, sent: Parameters, trained: Parameters, path: float
+) -> dict[str, Tensor]:
+    """``c_i⁺ = c_i − c + (x − y_i)/(T·η)``: a site's control variate after T local steps.
+
+    Source: SCAFFOLD (Karimireddy et al., ICML 2020), equation 4, option II.
+    """
+    if not path > 0:
+        raise UserError("a control variate needs at least one local step")
+    return {name: control[name] - common[name] + (sent[name] - trained[name]) / path for name in control}

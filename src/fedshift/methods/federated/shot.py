@@ -287,9 +287,8 @@ class Ensemble(Network):
 def ensemble_weights(models: Mapping[str, Weights], sources: Sequence[str]) -> Weights:
     """The weights of an `Ensemble`.
 
-    Args:
-        models: source → model.
-        sources: all sources. In the order of their names they are the members; those without a model are not counted.
+    ``models``: source → model. ``sources``: all sources. In the order of their names they are the members; those
+    without a model are not counted.
     """
     like = next(iter(models.values()))
     members = {

@@ -58,9 +58,7 @@ from fedshift.federation.messages import Reply, Styles, Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.replies import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.attention import common_positions
-from fedshift.functional.clustering import kmeans_from, spread_rows
-from fedshift.functional.mixing import levelling_rows, next_of_class
+from fedshift.functional.clustering import kmeans_from, squared_distances
 from fedshift.functional.styles import adain, channel_styles
 from fedshift.methods.base import Samples, State, trained_mean
 from fedshift.methods.composition.mixstyle import STEM, beta, shuffle_rows
@@ -85,11 +83,7 @@ class StylesOfSite(Reply):
 class Highlighted(nn.Module):
     """Features (n, d) beside the maps' sum over positions, weighted by attention: (n, d + C).
 
-    Args:
-        backbone: gives the features.
-        stage: path in it of what gives the maps.
-        channels: C.
-        size: of queries and keys.
+    ``stage``: path in it of what gives the maps.
     """
 
     def __init__(self, backbone: nn.Module, stage: str, channels: int, size: int) -> None:
@@ -202,14 +196,7 @@ class StableFDG(FedAvg):
         """Train on maps in other styles."""
         model, others = site.model(weights), sorted(set(bank) - {site.name})
         drawn = torch.randint(max(1, len(others)), (), generator=site.generator_for("other"))
-        loss = site.minimise(
-            self.styled_loss(site, model, bank[others[drawn]] if others else None),
-            model,
-            epochs=self.local_epochs,
-            steps=self.steps_per_round,
-            remember="optimizer",
-        )
-        return Update(site.weights_of(model), site.samples, loss)
+        return self._train_with(site, self.styled_loss(site, model, bank[others[drawn]] if others else None), model)
 
     def styled_loss(self, site: Site, model: Network, other: Styles | None) -> Callable[[Batch], Tensor]:
         """The loss of a mini-batch and of the maps that are added to it."""
@@ -228,11 +215,8 @@ class StableFDG(FedAvg):
 class Styled:
     """Sharing and exploration of one mini-batch on its way through the stages.
 
-    Args:
-        options: of the method.
-        draws: draws all of it.
-        labels: of the mini-batch, (n,); afterwards also those of the maps that were added.
-        other: m and d of another site; None: no sharing.
+    ``labels``: of the mini-batch, (n,); afterwards also those of the maps that were added. ``other``: m and d of
+    another site; None: no sharing.
     """
 
     def __init__(self, options: StableFDG, draws: torch.Generator, labels: Tensor, other: Styles | None) -> None:
@@ -299,8 +283,7 @@ class Styled:
 def _stages(network: Network) -> dict[str, int]:
     """The stages whose maps are changed or attended to, and their channels.
 
-    Raises:
-        UserError: there are fewer than two.
+    Raises UserError: there are fewer than two.
     """
     channels = {name: number for name, number in map_channels(network).items() if name != STEM}
     if len(channels) < 2:
@@ -309,3 +292,66 @@ def _stages(network: Network) -> dict[str, int]:
             "mnist_cnn or resnet18"
         )
     return channels
+
+
+_SHORT = 1e-6
+
+
+def common_positions(queries: Tensor, keys: Tensor, partners: Tensor | None = None) -> Tensor:
+    """How much of an image lies at each position, by what it has in common with an image of its class.
+
+    ``a = softmax_j  k̂_j · mean_i ½(q̂_i + q̂'_i)``, q̂ and k̂ queries and keys of length 1, q̂' those of the partner. One
+    that is shorter than 1e-6 is taken for zero and a constant, since its direction would have any gradient.
+
+    Source: StableFDG (Park et al., NeurIPS 2023), the authors' code: savertm/StableFDG_github, dassl/modeling/ops/
+    cross_attn.py, AFH. It forms all products of two positions, whose mean is the product with a mean.
+    """
+    mean = _directions(queries).mean((2, 3))
+    both = mean if partners is None else (mean + mean[partners]) / 2
+    scores = torch.einsum("nc,nchw->nhw", both, _directions(keys))
+    return scores.flatten(1).softmax(1).view_as(scores)
+
+
+def _directions(maps: Tensor) -> Tensor:
+    """Vectors (n, c, h, w) of length 1 at every position, or 0."""
+    lengths = torch.linalg.vector_norm(maps, dim=1, keepdim=True)
+    return torch.where(lengths > _SHORT, maps / lengths.clamp(min=_SHORT), 0)
+
+
+@torch.no_grad()
+def spread_rows(rows: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """Rows that lie far from each other, drawn by k-means++: each with the square of its distance to those before it.
+
+    Source: Arthur, Vassilvitskii (SODA 2007, section 2.2). Of equal rows alone, any is drawn.
+    """
+    chosen = [int(torch.randint(len(rows), (), generator=generator))]
+    nearest = torch.full((len(rows),), torch.inf)
+    while len(chosen) < number:
+        nearest = torch.minimum(nearest, squared_distances(rows, rows[chosen[-1:]])[:, 0].cpu().clamp(min=0))
+        nearest[chosen[-1]] = 0
+        shares = nearest if nearest.any() else torch.ones_like(nearest)
+        chosen.append(int(torch.multinomial(shares, 1, generator=generator)))
+    return torch.tensor(chosen)
+
+
+def next_of_class(labels: Tensor) -> Tensor:
+    """The next sample of each sample's class, after the last the first; a class's only sample is its own."""
+    after = torch.arange(len(labels), device=labels.device)
+    gaps = (after[None] - after[:, None] - 1).remainder(len(labels))  # 0 for the next row, n − 1 for the row itself
+    return gaps.masked_fill(labels[None] != labels[:, None], len(labels)).argmin(1)
+
+
+def levelling_rows(labels: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """Rows to repeat, so that the classes of a batch become equally frequent: each time one of a rarest class.
+
+    Source: StableFDG (Park et al., NeurIPS 2023), the authors' code: dassl/modeling/ops/oma.py, OMA.
+    """
+    _, classes, counts = torch.unique(labels.cpu(), return_inverse=True, return_counts=True)
+    frequent, rows = counts.clone(), []
+    for _ in range(number):
+        rarest = (frequent == frequent.min()).nonzero()[:, 0]
+        chosen = rarest[torch.randint(len(rarest), (), generator=generator)]
+        frequent[chosen] += 1
+        members = (classes == chosen).nonzero()[:, 0]
+        rows.append(members[torch.randint(len(members), (), generator=generator)])
+    return torch.stack(rows) if rows else torch.empty(0, dtype=torch.int64)

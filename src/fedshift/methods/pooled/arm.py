@@ -84,11 +84,7 @@ class ARM(DomainLoss):
 
 
 class InContext(nn.Module):
-    """A feature extractor of images with one more channel, the same for all of a group.
-
-    Args:
-        body: Begins with a convolution, which is widened.
-    """
+    """A feature extractor of images with one more channel, the same for all of a group."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -116,11 +112,7 @@ def first_layer(features: nn.Module) -> str | None:
 
 
 class Widened(nn.Module):
-    """A convolution of one more channel, whose weights are drawn as if it had always had them.
-
-    Args:
-        images: The convolution of the other channels.
-    """
+    """A convolution of one more channel, whose weights are drawn as if it had always had them."""
 
     def __init__(self, images: nn.Conv2d) -> None:
         super().__init__()

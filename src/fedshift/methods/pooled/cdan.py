@@ -33,6 +33,7 @@ Should reproduce (as run by MDFNet, ACC_s / ACC_t): Image-CLEF 84.50 / 85.36; Of
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import torch
@@ -42,12 +43,7 @@ from torch import Tensor, nn
 
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
-from fedshift.functional.adversarial import (
-    certainty_weights,
-    condition,
-    conditional_adversarial_loss,
-    reverse_gradient,
-)
+from fedshift.functional.adversarial import reverse_gradient
 from fedshift.functional.losses import entropy
 from fedshift.functional.schedules import ramp
 from fedshift.methods.method_tests import MethodTests, tries
@@ -143,3 +139,36 @@ class Parts(nn.Module):
         """R_f and R_p, if there are any."""
         result = dict(self.named_buffers(recurse=False))
         return (result["of_features"], result["of_predictions"]) if result else None
+
+
+def condition(features: Tensor, probabilities: Tensor, projections: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Condition features on predictions: the outer product ``p ⊗ f``, flattened.
+
+    Source: CDAN (Long et al., NeurIPS 2018).
+    """
+    if projections is None:
+        return (probabilities[:, :, None] * features[:, None, :]).flatten(1)
+    of_features, of_predictions = projections
+    projected: Tensor = (features @ of_features) * (probabilities @ of_predictions) / math.sqrt(of_features.shape[1])
+    return projected
+
+
+def certainty_weights(entropies: Tensor) -> Tensor:
+    """Weight each sample by its certainty: ``1 + e^(−H)``, divided by the sum over the batch.
+
+    Before the division the weight is 2 for a certain prediction and 1 + 1/C for a uniform one. Source: CDAN+E (Long et
+    al., NeurIPS 2018).
+    """
+    weights = 1 + (-entropies).exp()
+    return weights / weights.sum().detach()
+
+
+def conditional_adversarial_loss(
+    source_logits: Tensor, target_logits: Tensor, source_weights: Tensor, target_weights: Tensor
+) -> Tensor:
+    """Domain loss with weights on both sides, ``−½ Σ_s w·log D(s) − ½ Σ_t w·log(1 − D(t))``, a scalar.
+
+    It is ln 2 where D answers ½. Source: CDAN (Long et al., NeurIPS 2018).
+    """
+    source, target = -F.logsigmoid(source_logits).flatten(), -F.logsigmoid(-target_logits).flatten()
+    return ((source_weights * source).sum() + (target_weights * target).sum()) / 2

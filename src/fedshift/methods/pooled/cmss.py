@@ -28,13 +28,14 @@ Should reproduce (as printed by KD3A): Digit-5 90.8; Office-Caltech10 97.2; Doma
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
-from fedshift.functional.adversarial import curriculum_weights, reverse_gradient, weighted_adversarial_loss
+from fedshift.functional.adversarial import reverse_gradient
 from fedshift.functional.schedules import ramp
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation, domain_classifier
@@ -109,3 +110,20 @@ def curriculum_network(shape: tuple[int, ...], width: int) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(32, 1),
     )
+
+
+def weighted_adversarial_loss(source_logits: Tensor, target_logits: Tensor, weights: Tensor) -> Tensor:
+    """Domain loss with weighted source samples, ``−E_s w·log D(s) − E_t log(1 − D(t))``, a scalar.
+
+    D minimises it. Features and the curriculum network maximise it: pass both through `reverse_gradient`. Source: CMSS
+    (Yang et al., ECCV 2020).
+    """
+    return -(weights * F.logsigmoid(source_logits)).mean() - F.logsigmoid(-target_logits).mean()
+
+
+def curriculum_weights(scores: Tensor) -> Tensor:
+    """Weights of the N samples of a source batch, ``w = N·softmax(scores)``; their mean is 1.
+
+    Source: CMSS (Yang et al., ECCV 2020). Differentiable.
+    """
+    return scores.numel() * scores.flatten().softmax(0).view_as(scores)

@@ -25,13 +25,16 @@ TerraIncognita 47.6.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedshift.data.domain import WITHOUT_MASKS
-from fedshift.functional.feature_alignment import coral_distance, mean_over_pairs
+from fedshift.functional.feature_alignment import coral_distance
 from fedshift.methods.pooled.penalty import DomainPenalty, Step
 
 
@@ -59,3 +62,9 @@ class CORAL(DomainPenalty):
         return mean_over_pairs(
             step.by_domain(step.features), lambda first, second: coral_distance(first, second, self.moments)
         )
+
+
+def mean_over_pairs(features: Sequence[Tensor], distance: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The mean distance over all pairs of domains, a scalar; 0 for a single domain."""
+    distances = [distance(item, other) for item, other in itertools.combinations(features, 2)]
+    return torch.stack(distances).mean() if distances else features[0].sum() * 0.0

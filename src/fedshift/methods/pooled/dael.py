@@ -42,8 +42,12 @@ from torch import Tensor
 from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional import experts as terms
-from fedshift.methods.heads import Experts, with_experts
+from fedshift.methods import heads
+from fedshift.methods.heads import (
+    Experts,
+    expert_cross_entropy,
+    with_experts,
+)
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.adaptation import PooledAdaptation
 from fedshift.methods.traits import Traits
@@ -114,17 +118,30 @@ class DAEL(PooledAdaptation):
         losses = []
         for number, (batch, view) in enumerate(zip(sources, strong, strict=True)):
             predicted = experts.heads[number](model.features(batch.inputs)).softmax(1)
-            losses.append(terms.expert_cross_entropy(predicted, batch.targets).mean())
+            losses.append(expert_cross_entropy(predicted, batch.targets).mean())
             if len(sources) > 1 and self.consensus_weight > 0:
                 probabilities = experts.probabilities(model.features(view))
-                losses.append(self.consensus_weight * terms.consensus_regularisation(probabilities, predicted, number))
+                losses.append(self.consensus_weight * consensus_regularisation(probabilities, predicted, number))
         return torch.stack(losses).sum() / len(sources)
 
     def target_loss(self, model: Network, target: Batch, strong: Tensor) -> Tensor:
         """L_u."""
         experts = cast(Experts, model.classifier)
         with torch.no_grad():
-            labels, sure = terms.confident_pseudo_labels(
+            labels, sure = heads.confident_pseudo_labels(
                 experts.probabilities(model.features(target.inputs)), self.threshold
             )
-        return terms.unlabelled_ensemble_loss(experts.probabilities(model.features(strong)), labels, sure)
+        return heads.unlabelled_ensemble_loss(experts.probabilities(model.features(strong)), labels, sure)
+
+
+def consensus_regularisation(
+    expert_probabilities_strong: Tensor, teacher_probabilities_weak: Tensor, domain: int
+) -> Tensor:
+    """Consistency loss of domain k, ``E ‖mean_{j≠k} p_j(strong view) − p_k(weak view)‖²``, a scalar (DAEL's L_cr).
+
+    The squared error is summed over classes and averaged over the batch. The caller averages over k.
+    """
+    experts = len(expert_probabilities_strong)
+    others = [expert for expert in range(experts) if expert != domain]
+    consensus = expert_probabilities_strong[others].mean(0)
+    return (consensus - teacher_probabilities_weak.detach()).square().sum(1).mean()

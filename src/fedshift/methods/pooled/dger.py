@@ -46,7 +46,6 @@ from torch.func import functional_call
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.adversarial import reverse_gradient
-from fedshift.functional.losses import inverse_frequencies
 from fedshift.methods.heads import Dropout
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import DomainTraining
@@ -188,3 +187,13 @@ def head_of(width: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
             nn.init.xavier_uniform_(layer.weight, gain=0.1)
             nn.init.zeros_(layer.bias)
     return made
+
+
+def inverse_frequencies(numbers: Tensor, classes: int) -> Tensor:
+    """``w_c ∝ 1/n_c``, with sum 1: what makes classes of unequal size count alike. An absent class has weight 0.
+
+    Source: DGER (Zhao et al., NeurIPS 2020).
+    """
+    counts = torch.bincount(numbers, minlength=classes).to(torch.get_default_dtype())
+    inverse = torch.where(counts > 0, 1 / counts.clamp_min(1), 0.0)
+    return inverse / inverse.sum()

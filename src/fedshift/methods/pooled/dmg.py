@@ -90,11 +90,7 @@ class DMG(PooledTraining):
 class MaskedClassifier(nn.Module):
     """A classifier behind one mask per source; it answers with what is said under all of them together.
 
-    Args:
-        classifier: Reads the features.
-        masks: The logits m̃, (K, d).
-        objective: What the classifier's outputs say.
-        logits: Whether outputs are averaged, instead of what they say.
+    ``masks``: the logits m̃, (K, d). ``logits``: whether outputs are averaged, instead of what they say.
     """
 
     def __init__(

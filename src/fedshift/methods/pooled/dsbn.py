@@ -212,9 +212,7 @@ class DSBN(PooledAdaptation):
 def centroid_distance(parts: Parts, moved: Sequence[Tensor]) -> Tensor:
     """L_sm: from each source's centroids to the target's, of the classes that both have had.
 
-    Args:
-        parts: Says which classes a domain has had.
-        moved: The centroids of each domain, (C, d), the target's last.
+    ``moved``: the centroids of each domain, (C, d), the target's last.
     """
     known = parts.seen[:-1] & parts.seen[-1]
     return (known[:, :, None] * (torch.stack([*moved[:-1]]) - moved[-1]).square()).mean()

@@ -39,9 +39,8 @@ from torch import Tensor, nn
 
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.jigsaw import MOST
 from fedshift.methods.base import Samples
-from fedshift.methods.composition.plug_in import check_tiles
+from fedshift.methods.composition.plug_in import MOST, check_tiles
 from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.composition.triplets import KeyQueue
 from fedshift.methods.method_tests import MethodTests, tries
@@ -134,12 +133,7 @@ class EISNet(PooledTraining):
 
 
 class Parts(KeyQueue):
-    """What trains beside the model: the head of the puzzles, and what the triplets need.
-
-    Args:
-        model: The network that is published.
-        method: The options.
-    """
+    """What trains beside the model: the head of the puzzles, and what the triplets need."""
 
     def __init__(self, model: Network, method: EISNet) -> None:
         jigsaw = nn.Linear(model.embedding_size, method.permutations + 1)

@@ -11,12 +11,8 @@ from fedshift.methods.pooled.deepall import DeepAll
 def steps_of_run(method: Method, mini_batches: Mapping[str, int]) -> float | None:
     """Steps of the optimiser for the model that is published, in a whole run.
 
-    Args:
-        method: of the run.
-        mini_batches: site → what it may train on in the run; 0 where it takes no part.
-
-    Returns:
-        How many there are, but for a remainder of a step at the run's end; None for a method that is not pooled.
+    ``mini_batches``: site → what it may train on in the run; 0 where it takes no part. Returns how many there are, but
+    for a remainder of a step at the run's end; None for a method that is not pooled.
 
     Example:
         >>> steps_of_run(DeepAll(), {"a": 30, "b": 20, "c": 10}), steps_of_run(DeepAll(domain_batches="full"), {"a": 9})

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.meta_learning import answer_at, utility, with_gradient
+from fedshift.functional.meta_learning import answer_at, with_gradient
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
@@ -163,3 +163,8 @@ class Critic(nn.Sequential):
 def critic_network(width: int, hidden: int) -> Critic:
     """h_ω with one hidden layer."""
     return Critic(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+
+def utility(before: Tensor, after: Tensor) -> Tensor:
+    """``tanh(L(θ_old) − L(θ_new))``: what an auxiliary loss was good for on other data (Feature-Critic, equation 4)."""
+    return (before - after).tanh()

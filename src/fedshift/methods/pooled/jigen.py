@@ -14,7 +14,7 @@ Where papers and code differ, and what was chosen. Code: fmcarlucci/JigenDG.
     ``--classify_only_sane``).
  2. α is 0.7, β is 0.9 (the README's command; α's default in the code, train_jigsaw.py, `get_args`, is 0.1).
  3. The permutations are an exact set of the largest distance instead of a random search: see
-    `fedshift.functional.jigsaw`.
+    `tile_permutations`.
  4. Every tile of every image turns grey with probability 0.1, shuffled or not (data/JigsawLoader.py,
     ``JigsawDataset.get_tile``): ``tile_greyscale``, where images have colours. The code enlarges tiles before it puts
     them together. Here they keep their size.
@@ -38,9 +38,8 @@ from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.jigsaw import MOST
 from fedshift.methods.base import Samples
-from fedshift.methods.composition.plug_in import check_tiles
+from fedshift.methods.composition.plug_in import MOST, check_tiles
 from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import ITS_OWN, PooledTraining
@@ -118,14 +117,8 @@ def jigsaw_loss(
 ) -> Tensor:
     """L of (1).
 
-    Args:
-        logits: Outputs of the classifier.
-        labels: What they should be.
-        named: Logits of the permutations, (n, P + 1).
-        orders: Each image's permutation, (n,); 0: in order.
-        weight: α.
-        class_on: Images whose class is learnt.
-        objective: Compares outputs and labels.
+    ``named``: logits of the permutations, (n, P + 1). ``orders``: each image's permutation, (n,); 0: in order.
+    ``weight``: α.
     """
     classified = orders == 0 if class_on == "ordered" else torch.ones_like(orders, dtype=torch.bool)
     return objective.loss_of_some(classified, logits, labels) + weight * F.cross_entropy(named, orders)

@@ -50,7 +50,6 @@ from torch import Tensor, nn
 from fedshift.errors import UserError
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.moments import classifier_discrepancy, moment_distance
 from fedshift.methods.heads import Experts, redrawn, with_experts
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
@@ -144,3 +143,37 @@ def step_loss(
     ]
     discrepancy = torch.stack(gaps).mean()
     return discrepancy if phase == "C" else loss - discrepancy
+
+
+def moment_distance(features: Sequence[Tensor], moments: Literal["mean_variance", "raw"] = "raw") -> Tensor:
+    """Distance of the domains' first two moments, by Euclidean norms, a scalar (M3SDA, Peng et al., ICCV 2019).
+
+    A pair of domains with equal moments gets the gradient 0.
+    """
+    shapes = [tuple(batch.shape) for batch in features]
+    fewest = 2 if moments == "mean_variance" else 1
+    if len(shapes) < 2 or any(len(s) != 2 or s[0] < fewest or s[1] != shapes[0][1] for s in shapes):
+        raise UserError(
+            f"the moment distance needs two or more domains with features (b, d) of one d and at least {fewest} "
+            f"samples each, found {shapes}"
+        )
+    second = [batch.var(0) if moments == "mean_variance" else batch.square().mean(0) for batch in features]
+    both = torch.stack([torch.stack([batch.mean(0) for batch in features]), torch.stack(second)])
+    gaps: Tensor = torch.linalg.vector_norm(both[:, :, None] - both[:, None], dim=3)
+    # The sums run over ordered pairs. Those of a domain with itself are 0 and do not count.
+    count = len(shapes)
+    if moments == "mean_variance":
+        return gaps.sum() / (2 * count * (count - 1))
+    sources = count - 1
+    to_target = gaps[:, :sources, sources].sum() / sources
+    return to_target + gaps[:, :sources, :sources].sum() / max(1, sources * (sources - 1))
+
+
+def classifier_discrepancy(first: Tensor, second: Tensor) -> Tensor:
+    """``mean |p₁ − p₂|`` over samples and classes, a scalar in [0, 2/C] (MCD, Saito et al., CVPR 2018; M3SDA)."""
+    if first.shape != second.shape or not first.numel():
+        raise UserError(
+            f"the discrepancy needs two classifiers' probabilities of the same samples, found {tuple(first.shape)} "
+            f"and {tuple(second.shape)}"
+        )
+    return (first - second).abs().mean()

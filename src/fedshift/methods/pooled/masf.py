@@ -44,10 +44,11 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from fedshift.errors import UserError
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.meta_learning import answer_at, clipped_by_norm, inner_step, with_gradient
-from fedshift.functional.metric_learning import class_confusion, confusion_divergence, semi_hard_triplet_loss
+from fedshift.functional.clustering import squared_distances
+from fedshift.functional.meta_learning import answer_at, inner_step, with_gradient
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import DomainTraining
 from fedshift.models.network import Network
@@ -155,3 +156,51 @@ class MASF(DomainTraining):
 def metric_network(width: int, hidden: int, outputs: int) -> nn.Sequential:
     """Features (n, width) → embeddings (n, outputs)."""
     return nn.Sequential(nn.Linear(width, hidden), nn.LeakyReLU(SLOPE), nn.Linear(hidden, outputs), nn.LeakyReLU(SLOPE))
+
+
+def clipped_by_norm(gradients: Sequence[Tensor], largest: float) -> list[Tensor]:
+    """Each tensor scaled to at most this Euclidean norm: ``g · min(1, c/‖g‖)`` (MASF's released code)."""
+    return [gradient * (largest / gradient.norm().clamp_min(largest)) for gradient in gradients]
+
+
+def semi_hard_triplet_loss(embeddings: Tensor, labels: Tensor, margin: float) -> Tensor:
+    """Mean of ``max(0, ‖a − p‖² − ‖a − n‖² + ξ)`` over all anchors and positives.
+
+    n is the semi-hard negative of a pair: the nearest one that is farther than the positive or, without one, the
+    farthest. Source: FaceNet (Schroff et al., CVPR 2015); MASF (Dou et al., NeurIPS 2019, equation 6).
+    """
+    distances = squared_distances(embeddings, embeddings)
+    same = labels[:, None] == labels[None]
+    pairs = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device) & (~same).any(1, keepdim=True)
+    with torch.no_grad():  # every anchor's negatives in order: a binary search finds the first one beyond a positive
+        negatives, order = distances.masked_fill(same, torch.inf).sort(1)
+        first = torch.searchsorted(negatives, distances.where(pairs, torch.inf), right=True)
+        chosen = order.gather(1, first.minimum((~same).sum(1, keepdim=True) - 1).clamp_min(0))
+    losses = (distances - distances.gather(1, chosen) + margin).clamp_min(0)
+    return losses.where(pairs, 0).sum() / pairs.sum().clamp_min(1)
+
+
+def class_confusion(logits: Tensor, labels: Tensor, classes: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """``s_c = softmax(z̄_c / τ)`` with z̄_c the mean logits of class c, and which classes there are.
+
+    Source: MASF (Dou et al., NeurIPS 2019, section 3.2), after Hinton et al.
+    """
+    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+        raise UserError(f"class confusions need logits (n, C) and n labels, found {tuple(logits.shape)}")
+    chosen = F.one_hot(labels, classes).to(logits.dtype)
+    counts = chosen.sum(0)
+    means = chosen.T @ logits / counts.clamp_min(1)[:, None]
+    return (means / temperature).softmax(1), counts > 0
+
+
+def confusion_divergence(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
+    """``1/C Σ_c ½[KL(s_c ‖ s'_c) + KL(s'_c ‖ s_c)]`` over the classes that both domains have.
+
+    Source: MASF (Dou et al., NeurIPS 2019, equation 4). A probability that is rounded to 0 counts in a logarithm as the
+    smallest number above 0.
+    """
+    (left, in_left), (right, in_right) = first, second
+    both = in_left & in_right
+    least = torch.finfo(left.dtype).tiny
+    symmetric = ((left - right) * (left.clamp_min(least).log() - right.clamp_min(least).log())).sum(1) / 2
+    return torch.where(both, symmetric, 0.0).sum() / len(both)

@@ -36,9 +36,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
 from fedshift.data.domain import WITHOUT_MASKS
+from fedshift.errors import UserError
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
-from fedshift.functional.adversarial import combine_domains, domain_identifier_loss, reverse_gradient
+from fedshift.functional.adversarial import domain_identifier_loss, reverse_gradient
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
 from fedshift.weights import Weights
@@ -88,3 +89,28 @@ class MDAN(PooledAdaptation):
             )
 
         return self.train(site, self.with_target(site, steps), loss_of, model, identifiers)
+
+
+def combine_domains(
+    source_losses: Tensor,
+    domain_losses: Tensor,
+    mu: float = 1e-2,
+    gamma: float = 10.0,
+    rule: Literal["dynamic", "hard", "maxmin"] = "dynamic",
+) -> Tensor:
+    """Combine the source sites' errors ℓ_k and domain losses d_k into one scalar loss.
+
+    Source: MDAN (Zhao et al., NeurIPS 2018). The features behind d_k pass through `reverse_gradient`.
+    """
+    if source_losses.dim() != 1 or source_losses.shape != domain_losses.shape or not len(source_losses):
+        raise UserError(
+            f"MDAN needs one source loss and one domain loss per source site, found {tuple(source_losses.shape)} and "
+            f"{tuple(domain_losses.shape)}"
+        )
+    if rule == "maxmin":
+        return source_losses.max() + mu * domain_losses.min()
+    if rule == "hard":
+        return (source_losses + mu * domain_losses).max()
+    if not gamma > 0:
+        raise UserError(f"gamma must be positive, found {gamma}")
+    return (gamma * (source_losses + mu * domain_losses)).logsumexp(0) / gamma

@@ -42,7 +42,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.site_memory import begin_momentum
 from fedshift.functional.averaging import weighted_average
-from fedshift.functional.meta_learning import answer_at, inner_step, weighted_l1
+from fedshift.functional.meta_learning import answer_at, inner_step
 from fedshift.methods.heads import redrawn
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.side_modules import DomainTraining
@@ -193,13 +193,8 @@ def episode_loss(
 ) -> Tensor:
     """L_b(β^{l+1}): a task network's loss at another domain after l steps with R_φ, differentiable by φ.
 
-    Args:
-        loss_of: L, of outputs and labels.
-        task: T_a; it does not change.
-        penalties: φ.
-        near: Features and labels of domain a, for each of the l steps.
-        far: Features and labels of domain b.
-        rate: α.
+    ``task``: t_a; it does not change. ``penalties``: φ. ``near``: features and labels of domain a, for each of the l
+    steps. ``rate``: α.
     """
     ahead = {name: value.detach().requires_grad_(True) for name, value in task.named_parameters()}
     for features, labels in near:
@@ -208,3 +203,8 @@ def episode_loss(
         gradients = torch.autograd.grad(loss, list(ahead.values()), create_graph=True, materialize_grads=True)
         ahead = inner_step(ahead, gradients, rate, second_order=True)
     return loss_of(answer_at(task, ahead, far[0]), far[1])
+
+
+def weighted_l1(parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """``R_φ(θ) = Σ_i φ_i |θ_i|`` (MetaReg, section 3.3)."""
+    return torch.stack([(w * p.abs()).sum() for p, w in zip(parameters, weights, strict=True)]).sum()

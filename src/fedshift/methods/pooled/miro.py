@@ -102,11 +102,7 @@ class MIRO(PooledTraining):
 class Oracle(nn.Module):
     """The network as it was at the start, and the deviations of its stages.
 
-    Args:
-        network: Is copied.
-        stages: Which are compared.
-        inputs: A sample, (1, …).
-        variance: σ² at the start.
+    ``inputs``: a sample, (1, …). ``variance``: σ² at the start.
     """
 
     def __init__(self, network: Network, stages: tuple[str, ...], inputs: Tensor, variance: float) -> None:

@@ -82,11 +82,7 @@ class MTL(DomainLoss):
 class Contextual(nn.Module):
     """A classifier of features and of a domain's mean of them.
 
-    Args:
-        classifier: Reads the features.
-        of_mean: Reads the mean.
-        sources: How many domains there are.
-        by_batch: Whether the mean is that of the features that come; else that of the sources.
+    ``by_batch``: whether the mean is that of the features that come; else that of the sources.
     """
 
     embeddings: Tensor

@@ -29,25 +29,15 @@ from fedshift.weights import Weights
 
 @dataclass
 class Step:
-    """A step of the optimiser: a batch of every domain, what trains, and what the network says of the batches.
+    """A step of the optimiser: a batch of every domain, what trains, and what the network says of the batches."""
 
-    Attributes:
-        number: how many steps of the run were before this one.
-        site: the pool.
-        model: the network that is published.
-        parts: what `DomainLoss.build_parts` made.
-        optimizer: the experiment's, of the model and the parts.
-        batches: one of every domain.
-        draws: for what is random in a step.
-    """
-
-    number: int
-    site: Site
-    model: Network
-    parts: nn.Module
-    optimizer: Optimizer
-    batches: Sequence[Batch]
-    draws: torch.Generator
+    number: int  # how many steps of the run were before this one
+    site: Site  # the pool
+    model: Network  # the network that is published
+    parts: nn.Module  # what `DomainLoss.build_parts` made
+    optimizer: Optimizer  # the experiment's, of the model and the parts
+    batches: Sequence[Batch]  # one of every domain
+    draws: torch.Generator  # for what is random in a step
 
     @property
     def inputs(self) -> Tensor:

@@ -26,14 +26,15 @@ TerraIncognita 46.6.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.masking import challenged_features
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.weights import Weights
@@ -75,3 +76,21 @@ class RSC(DeepAll):
 
         loss = site.minimise_over(self.of_all(site, steps), loss_of, model, remember="optimizer")
         return Update(site.weights_of(model), site.samples, loss)
+
+
+def challenged_features(
+    features: Tensor, labels: Tensor, classifier: Callable[[Tensor], Tensor], feature_share: float, batch_share: float
+) -> Tensor:
+    """Features without those that decide most for the label, of the samples that this mask hurts most.
+
+    Source: RSC (Huang et al., ECCV 2020), equations 1 to 4 and section 3.3. A share ends at the linearly interpolated
+    percentile; what lies at or above it is muted.
+    """
+    probe, true_class = features.detach().requires_grad_(True), labels[:, None]
+    logits = classifier(probe)
+    (by_feature,) = torch.autograd.grad(logits.gather(1, true_class).sum(), probe)
+    with torch.no_grad():
+        kept = by_feature < by_feature.quantile(1 - feature_share, dim=1, keepdim=True)
+        hurt = logits.softmax(1).gather(1, true_class) - classifier(features * kept).softmax(1).gather(1, true_class)
+        whole = hurt < hurt.quantile(1 - batch_share)
+    return features * (kept | whole)

@@ -71,13 +71,7 @@ class PooledTraining(DeepAll):
     ) -> Update:
         """Train the model and the modules besides it together, and remember the latter.
 
-        Args:
-            site: The pool.
-            batches: What is trained on.
-            loss_of: The loss of a step.
-            model: The network that is published.
-            parts: The modules besides it.
-            optimizers: Entry of the memory → the optimiser that is kept there; None: the experiment's, for all modules.
+        ``optimizers``: entry of the memory → the optimiser that is kept there; None: the experiment's, for all modules.
         """
         modules = [model] if parts is None else [model, parts]
         steppers = optimizers or {"optimizer": site.optimizer(*modules, memory="optimizer")}

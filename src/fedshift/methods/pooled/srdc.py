@@ -54,13 +54,7 @@ from torch import Tensor, nn
 from fedshift.errors import UserError
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.clustering import (
-    auxiliary_distribution,
-    class_means,
-    kmeans_from,
-    soft_cross_entropy,
-    student_assignment,
-)
+from fedshift.functional.clustering import class_means, kmeans_from
 from fedshift.functional.schedules import ramp
 from fedshift.methods.method_tests import MethodTests, tries
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
@@ -180,19 +174,12 @@ class SRDC(PooledAdaptation):
 
 @dataclass(frozen=True)
 class Clustered:
-    """What a round knows of the target before it trains.
+    """What a round knows of the target before it trains."""
 
-    Attributes:
-        clusters: Of each of the target's samples, as a class number, (n,).
-        centres: (C, d).
-        auxiliary: q of the predictions and of the assignments to centres, (2, n, C).
-        weights: Of every source sample, (m,).
-    """
-
-    clusters: Tensor
-    centres: Tensor
-    auxiliary: Tensor
-    weights: Tensor
+    clusters: Tensor  # Of each of the target's samples, as a class number, (n,)
+    centres: Tensor  # (C, d)
+    auxiliary: Tensor  # q of the predictions and of the assignments to centres, (2, n, C)
+    weights: Tensor  # Of every source sample, (m,)
 
 
 def affinity(features: Tensor, centres: Tensor) -> Tensor:
@@ -201,3 +188,24 @@ def affinity(features: Tensor, centres: Tensor) -> Tensor:
 
 
 _BATCH = 500
+
+
+def auxiliary_distribution(probabilities: Tensor) -> Tensor:
+    """Target distribution ``q_ic ∝ p_ic / √(Σ_i p_ic)``, rows sum to 1 (SRDC, Tang et al., CVPR 2020).
+
+    Classes that are predicted often count less. In a small batch, a class that happens to be absent counts far too
+    much.
+    """
+    raw = probabilities / probabilities.sum(0).clamp(min=torch.finfo(probabilities.dtype).tiny).sqrt()
+    return raw / raw.sum(1, keepdim=True)
+
+
+def student_assignment(features: Tensor, centres: Tensor) -> Tensor:
+    """Logarithm of the soft assignment to centres, ``softmax_c (1 + ‖f − c‖²)^−1`` (SRDC)."""
+    squared = features.square().sum(1, keepdim=True) + centres.square().sum(1) - 2 * features @ centres.T
+    return (1 / (1 + squared.clamp(min=0))).log_softmax(1)
+
+
+def soft_cross_entropy(labels: Tensor, log_probabilities: Tensor) -> Tensor:
+    """Cross-entropy with soft labels, ``−Σ_c q_c log p_c``, mean over the rows, in nats."""
+    return -(labels * log_probabilities).sum(1).mean()

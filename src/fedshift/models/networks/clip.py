@@ -146,11 +146,7 @@ class TextEncoder:
         return int(tower.embeddings.token_embedding.embedding_dim)
 
     def tokens(self, texts: tuple[str, ...]) -> Tensor:
-        """The tokens of texts, int64 (n, length).
-
-        Raises:
-            UserError: a text is too long for CLIP.
-        """
+        """The tokens of texts, int64 (n, length). Raises UserError: a text is too long for CLIP."""
         read = [self._tokenizer(text)["input_ids"] for text in texts]
         longest = max(range(len(texts)), key=lambda index: len(read[index]))
         if len(read[longest]) > self._longest:
@@ -164,10 +160,8 @@ class TextEncoder:
     def features(self, tokens: Tensor, context: Tensor | None = None) -> Tensor:
         """The features of texts, (n, width), of length 1.
 
-        Args:
-            tokens: int64 (n, length).
-            context: embeddings (m, token width), or (n, m, token width), that stand in place of those of the m tokens
-                behind the first.
+        ``tokens``: int64 (n, length). ``context``: embeddings (m, token width), or (n, m, token width), that stand in
+        place of those of the m tokens behind the first.
         """
         tower: Any = self._on(tokens.device)
         hook = None

@@ -88,13 +88,7 @@ class Frozen(NetworkOptions):
     def build_extractor(self, images: Preprocessing, what: str, task: Task = "classification") -> Extractor:
         """The backbone behind its transform.
 
-        Args:
-            images: how they are stored.
-            what: the name of the data, for messages.
-            task: of the data.
-
-        Raises:
-            UserError: the data are not images, or the backbone cannot read them or is for another task.
+        Raises UserError: the data are not images, or the backbone cannot read them or is for another task.
         """
         registry.check_task(self, task, what)
         if images.kind != "image" or images.shape is None:
@@ -112,9 +106,8 @@ class Frozen(NetworkOptions):
 class Extractor(nn.Module):
     """Maps stored images (n, c, h, w) uint8 to features (n, d). It is always in evaluation mode.
 
-    Args:
-        backbone: a network without its classifier; its parameters are frozen.
-        options: which network it is, and the size and scale of its images.
+    ``backbone``: a network without its classifier; its parameters are frozen. ``options``: which network it is, and the
+    size and scale of its images.
     """
 
     def __init__(self, backbone: nn.Module, options: Frozen) -> None:

@@ -121,12 +121,8 @@ class VisionOptions(NetworkOptions):
     ) -> Network:
         """The network made of these modules.
 
-        Args:
-            channels: channels of the data, 1 or 3.
-            backbone: torchvision's network without its last layer.
-            head: that last layer; the classifier unless there is a bottleneck.
-            stages: stage name → path of the module in ``backbone``.
-            alignment_stages: the stages that methods align by default.
+        ``channels``: channels of the data, 1 or 3. ``head``: that last layer; the classifier unless there is a
+        bottleneck. ``stages``: stage name → path of the module in ``backbone``.
         """
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if channels == 1:

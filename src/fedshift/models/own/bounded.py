@@ -20,11 +20,8 @@ class Bounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Counted are tensors that are made of no other: weights and buffers begin so. Their sum is bounded, too. For code
     whose options are a stranger's, such as those in a model file.
 
-    Args:
-        largest: numbers that the code may make in all.
-
-    Raises:
-        UserError: on leaving or within, as soon as a tensor is larger, or all are together.
+    ``largest``: numbers that the code may make in all. Raises UserError: on leaving or within, as soon as a tensor is
+    larger, or all are together.
 
     Example:
         >>> with Bounded(10):

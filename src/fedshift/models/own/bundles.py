@@ -21,13 +21,8 @@ _WEIGHTS = Path("models") / "model.pt"
 def bundle_network(name: str, attribute: str, folder: Path | None) -> tuple[Bundle, Callable[..., nn.Module]]:
     """A bundle that a person trusts, and what makes its network from input shape, classes and options.
 
-    Args:
-        name: as in the experiment file, for messages.
-        attribute: the bundle's folder.
-        folder: where a relative one is looked up first. The working directory is next.
-
-    Raises:
-        UserError: it is no bundle, or nobody trusts it.
+    ``folder``: where a relative one is looked up first. The working directory is next. Raises UserError: it is no
+    bundle, or nobody trusts it.
     """
     path = Path(attribute).expanduser()
     beside = (folder or Path()) / path
@@ -52,8 +47,7 @@ def bundle_network(name: str, attribute: str, folder: Path | None) -> tuple[Bund
 def _load(module: nn.Module, bundle: Bundle) -> None:
     """Copy the bundle's weights, but for tensors whose shape says other channels or structures.
 
-    Raises:
-        UserError: there are none, they cannot be read as tensors alone, or they are of another network.
+    Raises UserError: there are none, they cannot be read as tensors alone, or they are of another network.
     """
     path = bundle.folder / _WEIGHTS
     try:

@@ -49,13 +49,7 @@ class Trial:
 def try_module(module: nn.Module, input_shape: tuple[int, ...], name: str) -> Trial:
     """Try a module on made-up samples, in evaluation mode. It does not change, but is marked if it reads tokens.
 
-    Args:
-        module: the module.
-        input_shape: shape of one sample.
-        name: the network's name, for messages.
-
-    Raises:
-        UserError: it cannot read such samples.
+    Raises UserError: it cannot read such samples.
     """
     device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
     samples = made_up(module, SAMPLES, input_shape, torch.Generator().manual_seed(0)).to(device)
@@ -140,12 +134,8 @@ def told_of(options: NetworkOptions, when: str) -> Iterator[None]:
     Errors with a network of ours pass: they are faults of fedshift, and their traceback is wanted. The error that is
     raised has the other as its cause, which Python shows with ``fedshift.run`` or ``fedshift.check``.
 
-    Args:
-        options: the network.
-        when: what is done in the block and fails, such as "training with it".
-
-    Raises:
-        UserError: something failed. The message names the network and the line of its file.
+    ``when``: what is done in the block and fails, such as "training with it". Raises UserError: something failed. The
+    message names the network and the line of its file.
     """
     try:
         yield

@@ -30,12 +30,7 @@ Pretrained = bool | str
 def maker(library: str, name: str) -> Callable[..., nn.Module]:
     """What makes a network of a library: a function of input shape, classes and options.
 
-    Args:
-        library: one of `NAMES`.
-        name: the network's name there.
-
-    Raises:
-        UserError: the library is not installed, or has no such network.
+    ``library``: one of `NAMES`. Raises UserError: the library is not installed, or has no such network.
     """
     makers = {
         "timm": _timm,

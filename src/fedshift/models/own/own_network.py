@@ -142,13 +142,8 @@ def parse(fields: Mapping[str, Any], folder: Path | None) -> OwnNetwork:
 
     The code is imported here, not called.
 
-    Args:
-        fields: the section.
-        folder: where a relative ``file.py`` is looked up first. The working directory is next.
-
-    Raises:
-        UserError: the name leads nowhere, or the network does not take these options.
-        ValidationError: ``parts`` is wrong.
+    ``folder``: where a relative ``file.py`` is looked up first. The working directory is next. Raises UserError: the
+    name leads nowhere, or the network does not take these options. Raises ValidationError: ``parts`` is wrong.
     """
     name = str(fields["name"])
     what = f"model '{name}'"
@@ -198,11 +193,8 @@ def network_of_object(section: Any) -> OwnNetwork:
 
     A module is the common start with the weights that it has, for every seed.
 
-    Args:
-        section: the object, or a ``model:`` section whose name it is.
-
-    Raises:
-        UserError: it is none of these, or does not take these options.
+    ``section``: the object, or a ``model:`` section whose name it is. Raises UserError: it is none of these, or does
+    not take these options.
     """
     fields = section if isinstance(section, Mapping) else {"name": section}
     network = _from_object(fields["name"], fields)

@@ -19,8 +19,7 @@ def monai_network(name: str) -> Maker:
 
     Axes, channels and sizes come from the data, by the names that MONAI's networks have for them.
 
-    Raises:
-        UserError: MONAI is not installed, or has no such network.
+    Raises UserError: MONAI is not installed, or has no such network.
     """
     nets = import_extra("monai.networks.nets", extra="volumes", what=f"model 'monai:{name}'")
     kind = _network_of(nets, name, "monai")
@@ -50,8 +49,7 @@ def known_sizes(shape: tuple[int, ...], classes: int) -> dict[str, Any]:
 def smp_network(name: str) -> Maker:
     """What makes a network of segmentation-models-pytorch from input shape, structures and the network's own options.
 
-    Raises:
-        UserError: the package is not installed, or has no such network.
+    Raises UserError: the package is not installed, or has no such network.
     """
     smp = import_extra("segmentation_models_pytorch", extra="volumes", what=f"model 'smp:{name}'")
     kind = _network_of(smp, name, "smp")

@@ -86,11 +86,7 @@ class WholeNetwork(Network):
 
     @property
     def classifier(self) -> nn.Module:  # type: ignore[override]
-        """There is none.
-
-        Raises:
-            UserError: always.
-        """
+        """There is none. Raises UserError: always."""
         raise UserError(
             "model.parts.classifier: the method needs the network's last layer by itself, and none was found; name the "
             "module that reads vectors (n, d) and gives the scores"
@@ -100,15 +96,8 @@ class WholeNetwork(Network):
 def structure_of(module: nn.Module, input_shape: tuple[int, ...], classes: int, parts: Parts, name: str) -> Structure:
     """Find out how a module is made, by a forward pass of two made-up samples in evaluation mode.
 
-    Args:
-        module: the module. It does not change.
-        input_shape: shape of one sample.
-        classes: number of classes.
-        parts: what the user says about it.
-        name: the network's name, for messages.
-
-    Raises:
-        UserError: the module cannot read such samples, does not give scores (n, classes), or has no part that is named.
+    ``module``: the module. It does not change. Raises UserError: the module cannot read such samples, does not give
+    scores (n, classes), or has no part that is named.
     """
     trial = try_module(module, input_shape, name)
     _check_scores(trial.scores, classes, name)
@@ -147,8 +136,7 @@ def structure_of(module: nn.Module, input_shape: tuple[int, ...], classes: int, 
 def assemble(module: nn.Module, structure: Structure, classes: int) -> Network:
     """The module as a `Network`. Its modules are used, not copied.
 
-    Raises:
-        ValueError: it has no such parts, as where a model file describes another module.
+    Raises ValueError: it has no such parts, as where a model file describes another module.
     """
     paths = {path for path, _ in module.named_modules() if path}
     missing = {*structure.stages.values(), *filter(None, (structure.classifier,))} - paths
