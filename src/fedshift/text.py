@@ -194,15 +194,15 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def size_in_words(number: float, one: str = "B") -> str:
+def size_in_words(number: float, bytes_as: str = "B") -> str:
     """Bytes, kB, MB, GB or TB.
 
     Example:
         >>> size_in_words(999), size_in_words(1500)
         ('999 B', '1.5 kB')
     """
-    for unit in (one, "kB", "MB", "GB"):
+    for unit in (bytes_as, "kB", "MB", "GB"):
         if number < 1000:
-            return f"{number:.0f} {unit}" if unit == one else f"{number:.1f} {unit}"
+            return f"{number:.0f} {unit}" if unit == bytes_as else f"{number:.1f} {unit}"
         number /= 1000
     return f"{number:.1f} TB"

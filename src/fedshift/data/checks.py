@@ -265,10 +265,10 @@ def _absent(dataset: DataSet) -> Iterator[str]:
     for label in dataset.classes:
         if sites := [name for name, absent in lacking.items() if label in absent]:
             where = f"{len(sites)} of {len(dataset.domains)} sites have no sample of {what} {label}"
-            yield f"{where} ({_quoted(sites)}): reported per {what}, not an error"
+            yield f"{where} ({_names_of(sites)}): reported per {what}, not an error"
 
 
-def _quoted(sites: Iterable[str]) -> str:
+def _names_of(sites: Iterable[str]) -> str:
     return join_names([f"'{site}'" for site in sites], _MOST_LINES)
 
 
@@ -281,7 +281,7 @@ def _tiny(dataset: DataSet) -> Iterator[str]:
         )
         return
     where = f"{len(tiny)} of {len(dataset.domains)} sites have fewer than {TINY_SITE} samples"
-    yield f"{where} ({_quoted(tiny)}): their numbers will be rough"
+    yield f"{where} ({_names_of(tiny)}): their numbers will be rough"
 
 
 def absent_classes(dataset: DataSet, domain: Domain) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedshift.evaluation.estimate.changes import drawn_again
 from fedshift.evaluation.estimate.correction import Case, Correction, learn
-from fedshift.evaluation.estimate.distances import Apart, beyond, turned
+from fedshift.evaluation.estimate.distances import Apart, beyond, skewed_otherwise
 from fedshift.evaluation.estimate.doubtful_rows import of_whole_rows, with_room, worth
 from fedshift.evaluation.estimate.estimators import (
     ESTIMATORS,
@@ -441,7 +441,7 @@ def estimate_of_cases(
         return replace(known, reasons=(*stop, *notes), harmful=bool(unlike), too_unlike=bool(unlike))
     reading = read(cases.whole, shares)
     odd, far = reading.unexplained - cases.unexplained, reading.far - cases.far
-    unlike_answers = [*_too_unlike(odd, far), *([TURNED_VALUES] if turned(apart, cases.apart) else [])]
+    unlike_answers = [*_too_unlike(odd, far), *([TURNED_VALUES] if skewed_otherwise(apart, cases.apart) else [])]
     known, stop = replace(known, too_unlike=bool(unlike or unlike_answers)), [*stop, *unlike_answers]
     centre, low, high = cases.interval(reading, shares, nearby, apart, different)
     low, high = with_room(*of_whole_rows(low, high, different), odd_rows)
@@ -480,7 +480,7 @@ def _as_frequent(sums: SiteSums, shares: Numbers, centre: float) -> list[str]:
 
 def _is_harmful(cases: Cases, by_scores: tuple[float, float, float], apart: Apart | None) -> bool:
     """Whether a shift may be harmful: by what is lost, how odd scores are and, where these are known, by distances."""
-    if turned(apart, cases.apart):
+    if skewed_otherwise(apart, cases.apart):
         return True
     if apart is None or len(cases.apart) < FEWEST_SITES:
         return sum(by_scores) > ALARM

@@ -150,12 +150,12 @@ def likeness(first: NDArray[Any], second: NDArray[Any]) -> float:
     return float(first @ second) / size if size > 0 else 0.0
 
 
-def turned(apart: Apart | None, left_out: Sequence[Apart]) -> bool:
+def skewed_otherwise(apart: Apart | None, left_out: Sequence[Apart]) -> bool:
     """Whether values are skewed in another way than at left-out sites that are alike, as where columns are mirrored.
 
     Example:
         >>> there = [Apart(0.0, None, 0.0, 0.8), Apart(0.0, None, 0.0, 0.9)]
-        >>> turned(Apart(0.0, None, 0.0, -0.8), there), turned(Apart(0.0, None, 0.0, 0.7), there)
+        >>> skewed_otherwise(Apart(0.0, None, 0.0, -0.8), there), skewed_otherwise(Apart(0.0, None, 0.0, 0.7), there)
         (True, False)
     """
     known = [item.skewed for item in left_out if item.skewed is not None]

@@ -190,11 +190,11 @@ def _check_one_training(experiment: Experiment, training: Training, path: str) -
 
 
 def _plain_section(kind: type[BaseModel], path: str) -> Callable[[Any, Path], BaseModel | None]:
-    def parsed(value: Any, folder: Path) -> BaseModel | None:
+    def read_section(value: Any, folder: Path) -> BaseModel | None:
         whole = isinstance(value, kind) or (value is None and path == "search")
         return value if whole else _section(kind, value, path)
 
-    return parsed
+    return read_section
 
 
 def _section(kind: type[BaseModel], value: Any, path: str) -> BaseModel:
