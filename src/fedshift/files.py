@@ -67,7 +67,15 @@ def write_bytes(
 
 
 def read_text(path: Path, where: str = "") -> str:
-    """A file's text, without the mark of its bytes' order. UserError, after ``where``, if it is no readable UTF-8."""
+    """A file's text, without the mark of its bytes' order. UserError, after ``where``, if it is no readable UTF-8.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     written = (Path(folder) / "names.txt").write_bytes(b"\\xef\\xbb\\xbfNora")
+        ...     read_text(Path(folder) / "names.txt")
+        'Nora'
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
