@@ -47,6 +47,7 @@ def test_a_log_of_before_is_written_on(tmp_path: Path) -> None:
             checked_lines(log)
 
 
+@pytest.mark.slow
 @pytest.mark.case("bit flips", "every bit of a log's last line that follows lines of an earlier version")
 def test_no_flip_makes_an_older_line_of_a_newer_one(tmp_path: Path) -> None:
     log = tmp_path / "log"

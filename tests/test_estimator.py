@@ -18,6 +18,7 @@ from sklearn.utils import check_array
 import fedshift
 from fedshift.errors import UserError
 from fedshift.estimator import FederatedClassifier, FederatedRegressor, FederatedSurvival
+from tried import slow
 
 SITES = np.repeat(["a", "b", "c"], [20, 16, 24])
 TRAINING = {"rounds": 3, "batch_size": 8, "lr": 0.05}
@@ -157,7 +158,7 @@ def all_seen(y: Any) -> np.ndarray:
     return np.array([(True, one) for one in numbers - numbers.min()], dtype=[("event", bool), ("time", float)])
 
 
-@pytest.mark.parametrize("kind", [FederatedClassifier, FederatedRegressor, OnNumbers])
+@pytest.mark.parametrize("kind", [FederatedClassifier, slow(FederatedRegressor), slow(OnNumbers)])
 def test_scikit_learn_accepts_it(kind: type[FederatedClassifier | FederatedRegressor | OnNumbers]) -> None:
     from sklearn.utils.estimator_checks import check_estimator  # takes a second, in every process that collects tests
 

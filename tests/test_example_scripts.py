@@ -69,6 +69,7 @@ def test_your_images(play: Callable[[str], str], place: Path) -> None:
     assert (place / "exported" / "README.md").exists()
 
 
+@pytest.mark.slow
 def test_your_network(play: Callable[[str], str], place: Path) -> None:
     printed = play("your_network.py")
     assert "classifier: head, which reads 4 features" in printed
@@ -114,6 +115,7 @@ def test_your_method(play: Callable[[str], str]) -> None:
         assert all(f"{method}, round {number}: " in printed for number in (1, 2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find(["heart_disease_uci/processed.va.data"]) is None, reason="needs UCI's files")
 def test_heart_disease(play: Callable[[str], str], place: Path) -> None:
     """AUROC is that of scikit-learn on the stored predictions; the page has it with intervals and base rates."""

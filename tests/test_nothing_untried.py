@@ -62,7 +62,7 @@ def words_of_tests() -> frozenset[tuple[object, ...]]:
     rows: set[tuple[object, ...]] = set()
     for tree in trees(ROOT / "tests").values():
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        asked = [call.args for call in calls if ast.unparse(call.func) in CALLERS]
+        asked = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id in CALLERS]
         if any(isinstance(argument, ast.Starred) for arguments in asked for argument in arguments):
             asked += [node.elts for node in ast.walk(tree) if isinstance(node, ast.List | ast.Tuple)]
         runners = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "invoke"]
@@ -100,12 +100,17 @@ def texts_in(folder: Path, beside: tuple[str, ...] = ()) -> set[str]:
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
+def name_of(function: ast.expr) -> str | None:
+    """The last word of what is called."""
+    return getattr(function, "attr", getattr(function, "id", None))
+
+
 def imports(tree: ast.AST) -> set[str]:
     """The packages that a file imports."""
     froms = {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     plain = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    skips = {ast.unparse(call.args[0]).strip("'") for call in calls if "importorskip" in ast.unparse(call.func)}
+    skips = {ast.unparse(call.args[0]).strip("'") for call in calls if name_of(call.func) == "importorskip"}
     return {name.partition(".")[0] for name in froms | plain | skips}
 
 

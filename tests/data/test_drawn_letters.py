@@ -29,6 +29,7 @@ def test_equal_options_give_equal_pixels_and_another_seed_others(colour: bool) -
         assert domain.inputs.shape[1] == (3 if colour else 1)
 
 
+@pytest.mark.slow
 def test_letters_are_told_within_a_site_and_not_between_those_that_look_unlike() -> None:
     """By a linear classifier, which leans on where ink is; the print is dark on white, the screen bright on black."""
     data = DrawnLetters(per_class=20, size=16, colour=False).build().domains

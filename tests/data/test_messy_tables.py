@@ -97,6 +97,7 @@ def with_change(fields: dict[str, Any], change: dict[str, Any]) -> dict[str, Any
     return {**fields, **merged}
 
 
+@pytest.mark.slow
 @pytest.mark.case("exports per site", "four files that differ in eight ways: messages name the field that mends each")
 def test_each_message_leads_to_the_next_until_a_verdict_stands(tmp_path: Path) -> None:
     write_exports(tmp_path)

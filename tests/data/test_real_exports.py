@@ -264,6 +264,7 @@ def with_sheet(path: Path, xml: bytes) -> Path:
 SHEET = b'<worksheet xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main">%s<sheetData>%s</sheetData></worksheet>'
 
 
+@pytest.mark.slow
 @pytest.mark.case("Excel files", "17 billion cells declared, of which two are there")
 @pytest.mark.case("Excel files", "entities that expand a billion times")
 @pytest.mark.case("Excel files", "a zip bomb: 200 KB that expand to 200 MB")
@@ -498,6 +499,7 @@ def test_names_and_units_of_one_site_or_file(tmp_path: Path) -> None:
 # Size -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.case("tables of many columns", "30,000 columns in one line")
 def test_many_columns_take_seconds(tmp_path: Path) -> None:
     width = 30_000

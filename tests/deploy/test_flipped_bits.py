@@ -404,6 +404,7 @@ CALLS = {
 """Module → how many calls it has that write a file with a digest."""
 
 
+@pytest.mark.slow
 def test_no_kind_of_file_is_forgotten() -> None:
     """Whoever writes another kind adds it to `KINDS`, and its call to `CALLS`."""
     source = Path(fedshift.__file__).parent

@@ -436,6 +436,7 @@ def test_sums_of_inputs_are_of_the_sites_own_samples(preprocessing: dict[str, An
     np.testing.assert_allclose(sums["squares"][:4], np.square(x[:, :4].astype(np.float64)).sum(axis=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longer", slow_after(1, [0, 1]))
 def test_false_sums_of_inputs_leave_an_estimate(longer: int, tmp_path: Path) -> None:
     """Of a site that lies about how many values there are, or how large they are."""
@@ -468,6 +469,7 @@ def test_impossible_sums_make_no_case(tmp_path: Path) -> None:
     assert any("'north' is no case" in text for text in messages(tmp_path))
 
 
+@pytest.mark.slow
 def test_few_labels_of_a_table_train(tmp_path: Path) -> None:
     """Its two parts give sums and categories of their own rows, as in a simulation."""
     frames = {site: patients(seed) for seed, site in enumerate(LEFT_OUT)}

@@ -39,6 +39,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys, "imported_by_site", raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("package")
 def test_a_listed_network_trains_as_in_a_simulation(tmp_path: Path) -> None:
     options = options_of({"name": "fedavg"}, model=LISTED)

@@ -156,6 +156,7 @@ def test_narrow_weights_take_fewer_bytes_and_learn_as_well(tmp_path: Path) -> No
         assert less["selected"]["last"]["accuracy"] >= whole["selected"]["last"]["accuracy"] - 10, wire
 
 
+@pytest.mark.slow
 def test_small_steps_are_not_lost_in_rounding(tmp_path: Path) -> None:
     """A round changes the weights by less than rounding does; what was rounded away comes with the next message, both
     ways. How far from the exact run's weights, as a part of the way that training went.

@@ -59,6 +59,7 @@ def looked_at(seed: int) -> LeftOut:
     return LeftOut(model.scores(rows), labels, tuple(answers), apart=answers[0].apart)
 
 
+@pytest.mark.slow
 def test_changed_samples_teach_where_a_model_is_too_sure() -> None:
     """With noise on its inputs a model that is too sure says nothing of what it lost; the cases with noise know, and so
     do other federations, which never saw such a model.

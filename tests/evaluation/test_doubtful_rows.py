@@ -45,6 +45,7 @@ def site(seed: int, n: int = 300) -> LeftOut:
     return LeftOut(np.stack([1 - second, second], axis=1), (rng.random(n) < second).astype(np.int64))
 
 
+@pytest.mark.slow
 def test_intervals_of_copies_cover_and_those_of_rows_that_are_taken_for_many_do_not() -> None:
     covered, narrow = [], []
     known = {name: site(at) for at, name in enumerate("abcdef")}

@@ -9,6 +9,7 @@ from scipy.stats import chi2_contingency, fisher_exact, ttest_ind
 from fedshift.evaluation.estimate.drift import ColumnSums, answers_differ, columns_differ
 
 
+@pytest.mark.slow
 def test_answers_are_called_different_as_often_as_is_stated() -> None:
     rng = np.random.default_rng(0)
     shares = rng.dirichlet(np.ones(10) * 0.3)  # many cells are rare

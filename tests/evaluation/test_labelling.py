@@ -54,6 +54,7 @@ def test_all_labels_one_class_or_nothing_to_draw() -> None:
     assert Interval(50.0, 40.0, 60.0).width == 20.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sureness", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("strata", [False, True])
 @pytest.mark.parametrize(("samples", "number"), [(300, 50), (1500, 50), (1500, 120), (120, 100)])

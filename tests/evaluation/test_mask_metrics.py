@@ -17,8 +17,6 @@ from scipy.spatial.distance import cdist, directed_hausdorff
 
 from fedshift.evaluation.mask_metrics import dice, hd95
 
-metrics = pytest.importorskip("monai.metrics")
-
 
 def blob(seed: int, size: int = 20) -> Any:
     noise = ndimage.gaussian_filter(np.random.default_rng(seed).normal(size=(1, 1, size, size)), (0, 0, 2, 2))
@@ -65,6 +63,7 @@ def test_masks_by_hand() -> None:
 @given(st.integers(0, 999), st.integers(0, 999))
 @settings(max_examples=40)
 def test_against_scipy_and_monai(one: int, other: int) -> None:
+    metrics = pytest.importorskip("monai.metrics")  # takes seconds, in every process that collects tests
     a, b = blob(one), blob(other)
     contours = [np.argwhere(mask[0, 0] & ~ndimage.binary_erosion(mask[0, 0])) for mask in (a, b)]
     if all(len(points) for points in contours):
@@ -103,6 +102,7 @@ def test_a_program_imports_the_metrics_of_monai_alone() -> None:
     numbers, loaded, used = done.stdout.splitlines()
     draws = np.random.default_rng(0)
     masks = [draws.random((2, 2, 7, 8, 9)) > 0.9 for _ in "ab"]
+    metrics = pytest.importorskip("monai.metrics")
     whole = metrics.compute_hausdorff_distance(
         *(torch.from_numpy(mask).float() for mask in masks), include_background=True, percentile=95
     )

@@ -62,6 +62,7 @@ def test_scores_that_moved_move_sensitivity_and_specificity() -> None:
         assert abs(one.estimate - right) < 0.75 * abs(there - right)  # moved and other frequencies look much alike
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_of_nine_of_ten_like_sites() -> None:
     """Sites differ in frequencies, separation and a move, as the site without labels does; truths are counted."""
     draw, inside = np.random.default_rng(5), {name: list[bool]() for name in MEASURES}

@@ -49,7 +49,7 @@ def test_every_method_does_the_same_work(tmp_path: Path) -> None:
     [
         ("linear", {}),
         slow("linear", {"mini_batches": 40}),
-        (NORMALISED, {"mini_batches": 7}),
+        slow(NORMALISED, {"mini_batches": 7}),
         slow(NORMALISED, {"rounds": 5}),
     ],
 )

@@ -20,7 +20,7 @@ import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.experiment.predict import load_model
-from tried import case, cases
+from tried import case, cases, slow_after
 
 FILE = strange_ends.__file__
 
@@ -54,27 +54,30 @@ def check_predictions(model: fedshift.Model, folder: Path, inputs: Any = None) -
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        case("network ends", "log softmax", "log_softmax"),
-        case("network ends", "softmax", "softmax"),
-        case("network ends", "sigmoid", "sigmoid"),
-        case("network ends", "tanh", "tanh"),
-        case("network ends", "relu", "relu"),
-        case("network ends", "scale", "scale"),
-        case("network ends", "learned scale", "learned_scale"),
-        case("network ends", "clamp", "clamp"),
-        case("network ends", "in place relu", "in_place_relu"),
-        case("network ends", "in place scale", "in_place_scale"),
-        case("network ends", "in place shift", "in_place_shift"),
-        case("network ends", "view", "view"),
-        case("network ends", "chunk", "chunk"),
-        case("network ends", "flip", "flip"),
-        case("network ends", "norm", "norm"),
-        case("network ends", "prior", "prior"),
-        case("network ends", "dropout", "dropout"),
-        case("network ends", "contiguous", "contiguous"),
-        case("network ends", "bfloat16", "bfloat16"),
-    ],
+    slow_after(
+        3,
+        [
+            case("network ends", "log softmax", "log_softmax"),
+            case("network ends", "softmax", "softmax"),
+            case("network ends", "sigmoid", "sigmoid"),
+            case("network ends", "tanh", "tanh"),
+            case("network ends", "relu", "relu"),
+            case("network ends", "scale", "scale"),
+            case("network ends", "learned scale", "learned_scale"),
+            case("network ends", "clamp", "clamp"),
+            case("network ends", "in place relu", "in_place_relu"),
+            case("network ends", "in place scale", "in_place_scale"),
+            case("network ends", "in place shift", "in_place_shift"),
+            case("network ends", "view", "view"),
+            case("network ends", "chunk", "chunk"),
+            case("network ends", "flip", "flip"),
+            case("network ends", "norm", "norm"),
+            case("network ends", "prior", "prior"),
+            case("network ends", "dropout", "dropout"),
+            case("network ends", "contiguous", "contiguous"),
+            case("network ends", "bfloat16", "bfloat16"),
+        ],
+    ),
 )
 def test_whatever_its_end_a_loaded_model_predicts_as_the_run_did(kind: str, tmp_path: Path) -> None:
     found, folder = run(tmp_path, {"name": f"{FILE}:End", "kind": kind})

@@ -19,6 +19,7 @@ from fedshift.experiment.features import build_data
 from fedshift.experiment.plan import Plan
 from fedshift.federation.training import Training
 from fedshift.methods.pooled.equal_steps import steps_of_run
+from tried import slow
 
 
 def model_of(options: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
@@ -48,7 +49,7 @@ def test_adamw_is_torch_s(tmp_path: Path) -> None:
     assert any(not torch.equal(decayed[key], plain[key]) for key in plain)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedprox", "scaffold", "deepall"])
+@pytest.mark.parametrize("name", ["fedavg", *map(slow, ["fedprox", "scaffold", "deepall"])])
 @pytest.mark.parametrize("parts", [2, 3, 100])
 def test_accumulated_gradients_are_those_of_the_whole_mini_batch(tmp_path: Path, name: str, parts: int) -> None:
     where = sites(tmp_path)

@@ -15,6 +15,7 @@ from small import experiment, features, save, sites, write
 import fedshift
 from fedshift.errors import TrainingDiverged
 from fedshift.federation.local.pool import WorkerPool
+from tried import slow
 
 CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
 ALL = ["deepall", "fedavg", {"name": "fedprox"}, CSAC]
@@ -61,7 +62,7 @@ def test_sizes_far_apart(tmp_path: Path) -> None:
     assert any("only 1 samples" in warning for warning in results.runs[0].warnings)
 
 
-@pytest.mark.parametrize("samples", [1, 2, 8, 9, 17])
+@pytest.mark.parametrize("samples", [1, *map(slow, [2, 8, 9, 17])])
 def test_a_last_batch_of_one_with_batch_norm(tmp_path: Path, samples: int) -> None:
     where = save(tmp_path, a=features(1, 12), b=features(2, samples), c=features(3, 12))
     options = experiment(where, protocol={"targets": ["a"], "seeds": [0], "test_fraction": 0}, model=BATCH_NORM)

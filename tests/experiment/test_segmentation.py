@@ -50,6 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return fedshift.run(TINY, tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.slow
 def test_records_hold_dice_and_hd95(finished: Results) -> None:
     for run in finished.runs:
         assert run.metric == "dice"

@@ -8,8 +8,9 @@ FedSR, FedL2R and FedCMI with one epoch or 5 mini-batches a round are within noi
 Looks: four sites of 200 digits, 16×16 pixels, that differ in contrast and brightness; 20 rounds of 2 epochs, seed 0.
 Measured, unseen dim and bright: FedAvg 89.5 and 82.5, CCST 92.5 and 90.5, with single styles 90.5 and 91.0. The test
 looks at bright, where there is more to gain. With one epoch, seed 0: FedAvg 72.5, StableFDG 81.0 (73.5 without sharing
-and exploration), PARDON 75.5, and 79.0 with the styles of pixels and λ₂ = 0.01. FedCCRL with half the learning rate 89.5
-to 90.0 under four instruction sets; with the whole one rounding decides (64.5 to 84.5), with a third it is slower (69.0).
+and exploration), PARDON 75.5, and 79.0 with the styles of pixels and λ₂ = 0.01. FedCCRL with half the learning rate has
+89.5 to 90.0 under four instruction sets. With the whole one rounding decides (64.5 to 84.5), with a third it is slower
+(69.0).
 
 Adaptation: the options of `test_small_real_adaptation`, D0 and D75. Measured, seeds 0 and 1: FedAvg 43.1, COPA without
 the target 43.5, with it 48.1 (threshold 0.8: 49.3), KD3A 48.9. The test looks at D75 with seed 1: FedAvg 29.4, COPA

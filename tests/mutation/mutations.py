@@ -119,7 +119,9 @@ def named_tests() -> set[str]:
 def read_list(path: Path) -> list[Mutation]:
     """The mutations of one file: groups of a module, its tests, and the mistakes in it."""
     found: list[Mutation] = []
-    groups: list[dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    groups: list[dict[str, Any]] = yaml.load(
+        path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    )
     for group in groups:
         short = group["module"].removeprefix("fedshift.")
         for entry in group["mutations"]:

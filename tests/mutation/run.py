@@ -16,6 +16,7 @@ import gc
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -55,6 +56,7 @@ _PRELOADED = (
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", re.MULTILINE)
 _NOT_A_RESULT = 99
 """Status of a fork that went wrong outside of pytest, which has statuses of its own from 0 to 5."""
+_NO_TEST = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 @dataclass(frozen=True)
@@ -190,17 +192,19 @@ def _forked(mutation: Mutation | None, tests: list[list[str]], output: Path, tim
 
 
 def _run_tests(mutation: Mutation | None, tests: list[list[str]]) -> int:
-    """The status of the last run of pytest."""
+    """The status of the last run of pytest that had tests: of each list the quick ones, then the slow ones."""
     os.chdir(ROOT)
     sys.path.insert(0, str(SOURCE))
     if mutation is not None:
         sys.meta_path.insert(0, _WithMistake(mutation))
-    arguments = ["-q", "--tb=line", "-rfE", "-p", "no:cacheprovider", "-m", "not slow"]
+    arguments = ["-q", "--tb=line", "-rfE", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist") is not None:
         arguments += ["-n", "0"]
     code = _NOT_A_RESULT
-    for targets in tests:
-        code = int(pytest.main([*arguments, *(["-x"] if mutation else []), *targets]))
+    for targets, marked in itertools.product(tests, ("not slow", "slow and not cluster")):
+        status = int(pytest.main([*arguments, *(["-x"] if mutation else []), "-m", marked, *targets]))
+        if status != _NO_TEST or code == _NOT_A_RESULT:
+            code = status
         if code == 1:
             break
     package = sys.modules.get("fedshift")

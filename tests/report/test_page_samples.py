@@ -48,6 +48,7 @@ def test_pictures_and_rows_are_the_samples() -> None:
     assert samples.picture("east", 18) is None
 
 
+@pytest.mark.slow
 def test_features_of_each_site_and_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = fedshift.run(DIGITS, tmp_path)
     runs = results.collected.runs

@@ -75,6 +75,7 @@ def report(experiment: Path) -> Report:
     return whole_report(collect(experiment))
 
 
+@pytest.mark.slow
 def test_nothing_is_computed_while_a_report_is_rendered(report: Report) -> None:
     with counted() as calls:
         texts = rendered(report)

@@ -103,6 +103,7 @@ def most_by_chance(draws: int, share: float) -> int:
     return int(share * draws + 3.2 * (share * (1 - share) * draws) ** 0.5)
 
 
+@pytest.mark.slow
 def test_without_a_difference_hardly_any_is_called_more_than_chance() -> None:
     """One verdict in twenty may claim something, counted over all comparisons and methods."""
     draw, draws = np.random.default_rng(0), 120

@@ -46,6 +46,7 @@ def pick(result: LeakageAudit, exchange: str, attack: str, batch: int = 1) -> Ca
     return case
 
 
+@pytest.mark.slow
 def test_one_gradient_gives_the_sample_away_and_an_epoch_does_not(tmp_path: Path) -> None:
     audit_result = audit(tmp_path, batches=(1, 2), iterations=80)
     assert [(case.exchange, case.batch, case.attack) for case in audit_result.cases] == [

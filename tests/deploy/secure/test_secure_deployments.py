@@ -129,6 +129,7 @@ def test_a_site_that_is_back_after_the_others_told_their_shares_is_in_no_sum(tmp
     assert alike(through, there)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do", ["confirm", "unmask"])
 def test_too_few_in_the_second_exchange_end_the_run_which_goes_on_later(do: str, tmp_path: Path) -> None:
     options, away = secure_options(), [(site, do, 1) for site in ("up", "down", "east")]

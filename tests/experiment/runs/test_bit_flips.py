@@ -15,7 +15,7 @@ import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation.stored import SUMS, check_sum, read_stored
 from fedshift.experiment.predict import load_model
-from tried import case
+from tried import case, slow_after
 
 FLIPS = 20
 CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
@@ -54,13 +54,16 @@ def kinds(runs: Path) -> dict[str, Path]:
 @pytest.mark.threat("flipped_bit")
 @pytest.mark.parametrize(
     "kind",
-    [
-        case("bit flips", "checkpoint of a run, 20 flips", "checkpoint"),
-        case("bit flips", "a site's model in its memory, 20 flips", "local_model"),
-        case("bit flips", "momentum in a site's memory, 20 flips", "optimizer"),
-        case("bit flips", "projections in a site's memory, 20 flips", "projections"),
-        case("bit flips", "rounds of an interrupted run, 20 flips", "rounds"),
-    ],
+    slow_after(
+        1,
+        [
+            case("bit flips", "checkpoint of a run, 20 flips", "checkpoint"),
+            case("bit flips", "a site's model in its memory, 20 flips", "local_model"),
+            case("bit flips", "momentum in a site's memory, 20 flips", "optimizer"),
+            case("bit flips", "projections in a site's memory, 20 flips", "projections"),
+            case("bit flips", "rounds of an interrupted run, 20 flips", "rounds"),
+        ],
+    ),
 )
 def test_a_run_does_not_go_on_from_a_damaged_file(
     tmp_path: Path, interrupted: tuple[Path, dict[str, object]], kind: str

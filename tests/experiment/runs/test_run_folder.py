@@ -26,7 +26,7 @@ from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.json_objects import read_object
-from tried import slow
+from tried import slow, slow_after
 
 PART = Path("small") / "fedavg" / "a" / "seed-0"
 
@@ -144,7 +144,7 @@ def test_a_damaged_experiment_file_in_the_folder(cli: Cli, tmp_path: Path, conte
     assert "delete" in line
 
 
-@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "null", '{"method": "fedavg"}'])
+@pytest.mark.parametrize("content", slow_after(2, ["", "{", "{}", "[]", "null", '{"method": "fedavg"}']))
 def test_a_damaged_result(cli: Cli, tmp_path: Path, content: str) -> None:
     options = experiment(sites(tmp_path))
     fedshift.run(options, tmp_path / "runs")
@@ -177,8 +177,8 @@ def _of_another_seed(path: Path) -> None:
         slow(lambda path: path.write_bytes(path.read_bytes()[:30]), ["damaged"]),
         slow(lambda path: path.write_bytes(b""), ["damaged"]),
         slow(lambda path: path.write_bytes(os.urandom(5000)), ["damaged"]),
-        (_foreign, ["not written by"]),
-        (_of_another_seed, ["another experiment"]),
+        slow(_foreign, ["not written by"]),
+        slow(_of_another_seed, ["another experiment"]),
     ],
     ids=["cut", "cut early", "empty", "noise", "foreign", "of another seed"],
 )
