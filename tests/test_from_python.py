@@ -212,6 +212,7 @@ def run(results: Results) -> Path:
     return results.folder / "fedavg" / "east" / "seed-0"
 
 
+@pytest.mark.slow
 def test_an_onnx_file_gives_the_probabilities_of_the_run(run: Path, tables: dict[str, Path], tmp_path: Path) -> None:
     for package in ("onnxscript", "onnxruntime"):
         pytest.importorskip(package)

@@ -114,6 +114,7 @@ def test_no_command_runs_the_code_of_an_experiment_unasked(words: tuple[str, ...
     assert sorted(path.name for path in experiment.parent.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_python_runs_the_code_of_a_file_only_if_told_to(experiment: Path) -> None:
     for attempt in (fedshift.load, fedshift.check, fedshift.run):
         with pytest.raises(UserError, match="trust=True"):
@@ -259,6 +260,7 @@ def test_no_function_of_fedshift_is_called_for_a_network(name: str) -> None:
         models.parse({"name": name}, permit=models.any_code)
 
 
+@pytest.mark.slow
 def test_a_module_that_is_not_installed_is_shown_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "not_installed_anywhere"
     package.mkdir()

@@ -174,6 +174,7 @@ def test_other_data_have_no_difference_and_fewer_targets_no_average(papers: Cli,
     assert "difference" not in said.out
 
 
+@pytest.mark.slow
 def test_a_figure_and_its_numbers(papers: Cli, folder: Path) -> None:
     said = papers("figure", "table", "--folder", folder, "--out", folder / "out", "--no-run")
     assert said.code == 0, said.err

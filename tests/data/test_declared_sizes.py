@@ -82,6 +82,7 @@ def test_arrays_that_declare_too_much(
     assert load_npz(path, ["y"])["y"].tolist() == [0, 0, 0], "what is not read may be of any size"
 
 
+@pytest.mark.slow
 @pytest.mark.case("declared sizes", "npz: 200 kB that expand to 200 MB")
 @pytest.mark.case("declared sizes", "npz: many arrays that fit one by one")
 @pytest.mark.case("declared sizes", "npz: fits exactly, one byte more does not")
@@ -195,6 +196,7 @@ def test_a_dicom_file_that_declares_too_much(values: dict[str, Any], tmp_path: P
     refused(dicom(tmp_path / "a.dcm", **values), slices_of)
 
 
+@pytest.mark.slow
 @pytest.mark.case("declared sizes", "DICOM: deflated, 300 kB that expand to 300 MB")
 @pytest.mark.case("declared sizes", "DICOM: deflated bytes that are damaged")
 def test_deflated_dicom_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

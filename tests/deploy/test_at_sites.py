@@ -117,12 +117,15 @@ def deploy_scaled(folder: Path, options: dict[str, Any], unseen: dict[str, Any],
 @pytest.mark.case("deployment", "each site in its own scale: targets that train, hold out, or are at the coordinator")
 @pytest.mark.parametrize(
     ("method", "protocol", "target"),
-    [
-        ("fedavg", {**EVERY, "targets": ["west"]}, "west"),
-        ("fedavg", {**EVERY, "targets": ["east"]}, "east"),
-        ("fedper", {"kind": "participants", "seeds": [0], "test_fraction": 0.3}, "sites"),
-        ("kd3a", ADAPT, "east"),
-    ],
+    slow_after(
+        1,
+        [
+            ("fedavg", {**EVERY, "targets": ["west"]}, "west"),
+            ("fedavg", {**EVERY, "targets": ["east"]}, "east"),
+            ("fedper", {"kind": "participants", "seeds": [0], "test_fraction": 0.3}, "sites"),
+            ("kd3a", ADAPT, "east"),
+        ],
+    ),
 )
 def test_own_scales_as_in_the_simulation(tmp_path: Path, method: str, protocol: dict[str, Any], target: str) -> None:
     files = write_data(tmp_path / "data", {**SITES, **({"west": 30} if target == "west" else {})})

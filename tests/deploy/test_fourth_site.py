@@ -337,6 +337,7 @@ def test_sums_of_a_tables_inputs_are_in_the_encoding_of_each_run(months: bool, t
     check_estimate(simulated.estimate(frames["va"].drop(columns="ill"), target="va"), received(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", slow_after(1, [["south"], ["south", "east"]]))
 def test_sums_of_inputs_are_those_of_the_sites_that_tell_them(keep: list[str], tmp_path: Path) -> None:
     """Of two or more: else scores alone are read, and the estimate says so."""
@@ -454,6 +455,7 @@ def test_false_sums_of_inputs_leave_an_estimate(longer: int, tmp_path: Path) -> 
     assert there["estimate"] is None or 0 <= there["low"] <= there["estimate"] <= there["high"] <= 100
 
 
+@pytest.mark.slow
 def test_impossible_sums_make_no_case(tmp_path: Path) -> None:
     """A site that lies about its sums in a way that shows is no case, and the estimate rests on the others."""
 
@@ -521,6 +523,7 @@ def test_a_coordinator_gets_nothing_that_it_may_not(tmp_path: Path) -> None:
         assert "refuses to send confidences" in answer_to(north, request)["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.threat("site_without_labels")
 def test_a_second_reading_of_other_sums_is_refused(tmp_path: Path) -> None:
     answers: list[str | None] = []

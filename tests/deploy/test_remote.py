@@ -43,6 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_same_bits_as_the_local_engine_with_the_unseen_set_at_the_coordinator(name: str, tmp_path: Path) -> None:
     options = options_of({"name": name, **METHODS[name]})
@@ -70,6 +71,7 @@ def test_only_the_sites_that_are_drawn_are_asked_to_train(tmp_path: Path) -> Non
     assert len(asked) == 2 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [("kd3a", {}), ("shot", {}), ("fada", {"steps_per_round": 2})])
 def test_models_go_by_way_of_the_target(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     whole = options_of({"name": name, **options}, protocol=ADAPT)

@@ -101,6 +101,7 @@ def test_a_deployed_run_is_private_and_counted(tmp_path: Path) -> None:
         assert (tmp_path / name / "memory" / SECRET).stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 @pytest.mark.threat("spent_budget")
 def test_noise_is_of_the_secret_and_a_run_that_was_killed_repeats_it(tmp_path: Path) -> None:
     """Only the secrets differ between the first two. The third has those of the first, and is killed in round 2."""

@@ -38,6 +38,7 @@ def width(found: Estimate) -> float:
     return found.high - found.low
 
 
+@pytest.mark.slow
 def test_a_site_like_the_others_is_estimated_well_and_within_its_interval() -> None:
     errors, inside = [], []
     for seed in range(40):
@@ -127,6 +128,7 @@ def test_what_is_said_of_an_estimate() -> None:
     assert found.parts["agreement"] == pytest.approx(100 * same)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 4), st.integers(2, 5), st.integers(10, 60), st.integers(0, 10**6), st.floats(0.01, 30))
 def test_whatever_the_scores_the_estimate_lies_in_its_interval(

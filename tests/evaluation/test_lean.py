@@ -55,6 +55,7 @@ def site(seed: int, noise: float, sharp: float) -> tuple[LeftOut, Samples]:
     return LeftOut(scores(rows), labels, tuple(answers), apart=answers[0].apart), there
 
 
+@pytest.mark.slow
 def test_where_sites_are_alike_and_scores_mislead_the_mean_foretells_the_next_site() -> None:
     """Sharpness differs from site to site and accuracy does not: confidence is wrong, and the mean is right."""
     sharps = (0.5, 8.0, 1.0, 4.0, 0.7, 6.0)

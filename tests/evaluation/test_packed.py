@@ -65,6 +65,7 @@ def text(content: Any) -> str:
     return json.dumps(content, sort_keys=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(runs(), st.dictionaries(NAMES, TREES, max_size=2))
 def test_what_is_packed_reads_back_as_it_was(given_runs: list[PackedRun], order: dict[str, Any]) -> None:

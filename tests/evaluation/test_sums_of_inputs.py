@@ -31,7 +31,6 @@ from fedshift.evaluation.estimate.input_sums import Moments
 from fedshift.evaluation.estimate.plain_sums import GivenSite, plain_looks, plain_reading, plain_sums
 from fedshift.evaluation.estimate.prior import PUBLIC
 from fedshift.evaluation.estimate.sums import sums_of
-from tried import slow
 
 
 def some(seed: int, image: bool, n: int = 40) -> NDArray[Any]:
@@ -72,7 +71,8 @@ def test_few_samples_and_the_alarm() -> None:
     assert len(harm_signs(known, sums, (1.0, 0.0, 0.0))) == len(PUBLIC.sum_weights) == len(PUBLIC.weights) - 1
 
 
-@pytest.mark.parametrize("noise", [0.0, slow(2.0)])
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.0, 2.0])
 def test_looks_of_sites_give_the_estimate_of_their_samples(noise: float) -> None:
     """As messages hold them, and with nothing but sums of inputs of the others."""
     model, rows = TooSure(), {name: drawn(seed) for seed, name in enumerate("abcde")}

@@ -28,6 +28,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder / "runs", options
 
 
+@pytest.mark.slow
 def test_check_foretells_the_run(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     runs, options = finished
     file = write(tmp_path / "e.yaml", options)

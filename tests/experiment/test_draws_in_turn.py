@@ -101,6 +101,7 @@ def values_of(trials: Trials) -> list[Any]:
     return [(drawn.of, drawn.number, dict(drawn.values)) for drawn in trials.draws]
 
 
+@pytest.mark.slow
 def test_draws_depend_on_no_label_of_the_target_and_no_later_one(tmp_path: Path) -> None:
     whole = parse(given(tmp_path, draws=14, rules=["training_domains", "oracle"]))
     seen: list[str] = []

@@ -303,6 +303,7 @@ def test_mistakes(tmp_path: Path, weights: dict[str, Path], changes: dict[str, A
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_command_the_run_and_a_prediction_from_images(tmp_path: Path, weights: dict[str, Path], cli: Cli) -> None:
     where = pictures(tmp_path / "data")
     file = write(tmp_path / "e.json", experiment(where, weights["one"]))

@@ -61,6 +61,7 @@ def test_measures_are_those_of_scikit_learn_on_the_kept_predictions(results: fed
     assert "more frequent answer" in results.markdown()
 
 
+@pytest.mark.slow
 def test_predictions_are_of_each_label(results: fedshift.Results, tmp_path: Path) -> None:
     from fedshift.report.page import page
     from fedshift.report.report import whole_report

@@ -104,6 +104,7 @@ def test_packed_and_unpacked_read_alike_there_and_back(ran: tuple[dict[str, Any]
                 assert yaml.safe_load(path.read_bytes()) == yaml.safe_load(there)
 
 
+@pytest.mark.slow
 def test_runs_go_on_where_packed_results_end(ran: tuple[dict[str, Any], Path], tmp_path: Path, cli: Cli) -> None:
     options, folder = ran
     before = {name: (folder / name).read_bytes() for name in PACKED}

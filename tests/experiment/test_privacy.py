@@ -149,6 +149,7 @@ def test_a_model_card_says_what_was_paid(tmp_path: Path) -> None:
     assert "not anonymous" in cards["plain"]
 
 
+@pytest.mark.slow
 def test_check_says_what_noise_costs_in_accuracy(tmp_path: Path, cli: Cli) -> None:
     """With so much noise a linear model is no better than chance, and without it nearly always right."""
     training = {"rounds": 8, "batch_size": 8, "lr": 0.1, "privacy": {"noise_multiplier": 50.0, "delta": 0.01}}

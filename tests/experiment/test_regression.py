@@ -123,6 +123,7 @@ def test_the_least_error_is_the_best(results: fedshift.Results) -> None:
         results.rows(metric="auroc")
 
 
+@pytest.mark.slow
 def test_the_page_the_card_and_an_export(
     results: fedshift.Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

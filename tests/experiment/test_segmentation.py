@@ -73,6 +73,7 @@ def test_records_hold_dice_and_hd95(finished: Results) -> None:
     }
 
 
+@pytest.mark.slow
 def test_tables_and_page_name_the_metric(finished: Results) -> None:
     text = finished.markdown()
     assert "Dice coefficient in percent, n = 1 seed" in text

@@ -240,6 +240,7 @@ def test_few_mixed_and_repeated_rows(results: fedshift.api.Results, tmp_path: Pa
     assert any("age" in reason for reason in found.reasons)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

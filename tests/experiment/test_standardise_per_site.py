@@ -34,6 +34,7 @@ def options(where: dict[str, str], **changes: Any) -> dict[str, Any]:
     return whole
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_data_which_were_scaled_before(tmp_path: Path) -> None:
     where = sites(tmp_path / "raw", in_units)
     run = {"protocol": EVERY, "methods": METHODS, "training": {"rounds": 3, "batch_size": 8, "lr": 0.1}}

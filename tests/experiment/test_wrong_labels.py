@@ -15,6 +15,7 @@ from fedshift.experiment.protocols.adapt_to_one import AdaptToOne
 from fedshift.experiment.protocols.leave_one_out import LeaveOneOut
 
 
+@pytest.mark.slow
 def test_a_dropped_domain_takes_no_part(tmp_path: Path) -> None:
     """The same bits as without its file."""
     where = sites(tmp_path)

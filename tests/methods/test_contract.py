@@ -33,7 +33,8 @@ KEPT: dict[str, Any] = {"momentum": 0.9, "reset_optimizer_each_round": False}
 
 LONG = {
     *("fada", "mcgdm", "mcsad", "fedccrl", "stablefdg", "pardon", "elcfs", "arm", "eisnet", "crossgrad", "dger"),
-    *("mdfnet", "fact", "pfedme", "fedadg", "fedcmi", "mixstyle", "shot"),
+    *("mdfnet", "fact", "pfedme", "fedadg", "fedcmi", "mixstyle", "shot", "jigen", "csac", "fedsr", "cdan", "apfl"),
+    *("fedala", "ditto", "masf", "dann", "m3sda", "epi_fcr"),
 }
 """Whose promises take longest. Their golden runs do not."""
 

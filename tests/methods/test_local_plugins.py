@@ -184,6 +184,7 @@ def test_they_go_with_every_federated_method(name: str) -> None:
                 assert runner.method.calls.plug_ins(runner.site) == ()
 
 
+@pytest.mark.slow
 def test_a_dry_run_foretells_their_bytes() -> None:
     method = method_of("csac", local=ALL)
     found = domains(CNN, {"large": 9, "small": 5})

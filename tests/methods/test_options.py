@@ -200,6 +200,7 @@ def other_files(vgg_files: Path) -> Path:
     return vgg_files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(["ccst", "styles", "pardon"], ["ccst"]))
 def test_the_paper_s_style_space(name: str, other_files: Path) -> None:
     found = [images("a", 3), images("b", 2)]

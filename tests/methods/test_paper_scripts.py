@@ -99,6 +99,7 @@ class _WithLayers(nn.Module):
         return scores, list(layers.values())
 
 
+@pytest.mark.slow
 def test_csac(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
     layers: list[nn.Module] = []
     make = csac.projection_layer

@@ -146,6 +146,7 @@ def test_a_module_s_own_method_goes_with_its_copies_and_away_again() -> None:
     assert not torch.equal(made(torch.ones(1, 2)), torch.full((1, 2), 2.0))
 
 
+@pytest.mark.slow
 def test_no_object_is_given_another_class() -> None:
     assigned = [
         path.name

@@ -124,6 +124,7 @@ def test_pickles_are_never_opened(tmp_path: Path) -> None:
     assert not opened.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["safetensors", "npz"])
 def test_damaged_files_are_refused(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"w.{suffix}"
@@ -207,6 +208,7 @@ def mobilenet_file() -> str:
     return MOBILENET
 
 
+@pytest.mark.slow
 def test_mobilenet_reproduces_stored_features(mobilenet_file: str) -> None:
     """The stored features are of images of 227 pixels; here the images have 128, so only nearly the same come out."""
     image = pytest.importorskip("PIL.Image")

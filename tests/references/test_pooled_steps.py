@@ -304,6 +304,7 @@ class Colours:
         return torch.Generator().manual_seed(0)
 
 
+@pytest.mark.slow
 @compares("pooled", "jigen_1")
 def test_which_tiles_of_jigen_lose_their_colour(reference: Reference) -> None:
     """Of 300,000 images of nine pixels, by counting."""

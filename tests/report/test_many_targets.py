@@ -30,6 +30,7 @@ def folder(write_part: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path / "runs" / "exp"
 
 
+@pytest.mark.slow
 def test_the_worst_few_have_a_column_and_files_keep_all(folder: Path) -> None:
     lines = markdown(report_of(collect(folder)).table).splitlines()
     assert lines[0] == "| method | t00 | t01 | t02 | t03 | t04 | average |"

@@ -45,6 +45,7 @@ def test_weights_over_rounds_by_hand() -> None:
     assert moving(weights_over_rounds([run({"a": 0.5}, {"a": 0.1})]).values())
 
 
+@pytest.mark.slow
 def test_the_page_shows_them_only_where_they_move(write_part: Callable[..., Path]) -> None:
     write_part("fedavg", "t", 0, 70.0, 80.0, weights=[{"a": 0.5, "b": 0.5}] * 2)
     folder = write_part("kd3a", "t", 0, 70.0, 80.0, weights=[{"a": 0.5, "b": 0.5}, {"a": 0.9, "b": 0.1}]).parents[2]

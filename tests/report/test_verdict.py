@@ -262,6 +262,7 @@ def test_many_methods_do_not_hide_that_all_are_better_than_no_model() -> None:
     assert not first_sentence(found).startswith("Take none")
 
 
+@pytest.mark.slow
 def test_where_no_model_is_better_than_guessing_hardly_any_is_called_so() -> None:
     draw, draws = np.random.default_rng(8), 60
     wrong = 0

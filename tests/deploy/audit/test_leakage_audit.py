@@ -109,6 +109,7 @@ def test_of_a_network_with_convolutions_only_the_chosen_one_is_crafted(tmp_path:
     assert audit_result.crafted[0].network["name"] == "mlp"
 
 
+@pytest.mark.slow
 def test_vectors_have_no_ssim(tmp_path: Path) -> None:
     audit_result = audit(tmp_path, kind=features, attack="l2", iterations=100)
     case = pick(audit_result, "batch", "l2")
@@ -156,6 +157,7 @@ def four(folder: Path, kind: Any, **changes: Any) -> LeakageAudit:
     return audit_leakage(made, batches=(1,), iterations=2, starts=1)
 
 
+@pytest.mark.slow
 def test_a_sum_hides_what_a_single_site_shows(tmp_path: Path) -> None:
     result = four(tmp_path, tiny)
     assert [(case.exchange, case.sites, case.attack) for case in result.cases] == [
@@ -190,6 +192,7 @@ def test_the_sum_of_equal_samples_shows_the_sample(tmp_path: Path) -> None:
         assert summed.guess_mse == pytest.approx(alone.guess_mse, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_an_epoch_of_one_step_is_a_gradient(tmp_path: Path) -> None:
     """A site with a single mini-batch sends its gradient, whatever the exchange is called; momentum, weight decay
     and the layers' own learning rates hide nothing.
@@ -236,6 +239,7 @@ class Counting(Watcher):
         self.done += number
 
 
+@pytest.mark.slow
 def test_a_watcher_hears_of_every_evaluation(tmp_path: Path) -> None:
     watcher = Counting()
     audit(tmp_path, batches=(1, 2, 2), iterations=25, starts=3, watcher=watcher)
@@ -244,6 +248,7 @@ def test_a_watcher_hears_of_every_evaluation(tmp_path: Path) -> None:
     assert watcher.titles[-1] == "crafted networks"
 
 
+@pytest.mark.slow
 def test_other_networks_and_training(tmp_path: Path) -> None:
     """Convolutions, BatchNorm, dropout, augmentation, Adam: everything runs and gives finite numbers."""
     cnn = {"name": "mnist_cnn", "channels": [2, 2], "hidden": 4}

@@ -47,6 +47,7 @@ def test_a_model_that_knows_labels_by_heart_tells_its_members(tmp_path: Path) ->
     assert at.false / at.others < 0.05 < 0.2 < at.low < at.caught / at.members < at.high
 
 
+@pytest.mark.slow
 def test_under_noise_it_finds_less_than_is_claimed(tmp_path: Path) -> None:
     pytest.importorskip("opacus")
     private = {"noise_multiplier": 8.0, "delta": 0.01}
@@ -62,6 +63,7 @@ def test_under_noise_it_finds_less_than_is_claimed(tmp_path: Path) -> None:
         audit_membership(parse(options(tmp_path)), site="x")
 
 
+@pytest.mark.slow
 def test_noise_keeps_a_gradient_from_giving_a_sample_away(tmp_path: Path) -> None:
     """The first layer of a linear model is divided by its bias: clipping alone leaves it readable, noise does not."""
     pytest.importorskip("opacus")

@@ -24,6 +24,7 @@ def file(tmp_path: Path) -> Path:
     return write(tmp_path / "e.yaml", experiment(where, model={"name": "mlp", "hidden": [8]}))
 
 
+@pytest.mark.slow
 def test_table_record_and_picture(cli: Cli, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ("audit", "leakage", file, "training.lr=0.1", "--site", "c", "--batch", "1", "--batch", "3", *QUICK)

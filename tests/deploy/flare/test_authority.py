@@ -73,6 +73,7 @@ def test_the_authority_keeps_no_key_but_its_own_and_that_one_encrypted(tmp_path:
         serialization.load_pem_private_key(key.read_bytes(), None)
 
 
+@pytest.mark.slow
 @pytest.mark.threat("copied_authority")
 def test_without_the_passphrase_no_kit_is_made(tmp_path: Path) -> None:
     made = made_of(tmp_path, "north")
@@ -86,6 +87,7 @@ def test_without_the_passphrase_no_kit_is_made(tmp_path: Path) -> None:
     assert roles.provision(project(tmp_path, "north", "south"), tmp_path, refuse).new == ()
 
 
+@pytest.mark.slow
 def test_a_new_kit_of_a_site_is_of_the_same_authority_and_leaves_the_site_its_file(tmp_path: Path) -> None:
     made = made_of(tmp_path, "north", "south")
     site = made.sites["north"]
@@ -112,6 +114,7 @@ def test_what_cannot_be_reissued(sites: tuple[str, ...], scheme: str, site: str,
         roles.reissue(project(tmp_path, *sites, scheme=scheme), tmp_path, site, lambda new: SECRET)
 
 
+@pytest.mark.slow
 def test_what_is_revoked_stays_so_when_a_site_is_added(tmp_path: Path) -> None:
     made = made_of(tmp_path, "north", "south")
     roles.set_revoked(made.coordinator, "north", True)
@@ -151,6 +154,7 @@ def as_of_before(made: Provisioned) -> None:
     (made.coordinator / "certificates.json").unlink()
 
 
+@pytest.mark.slow
 def test_an_authority_of_before_is_encrypted_and_its_kits_stay_valid(tmp_path: Path) -> None:
     made = made_of(tmp_path, "north")
     accepted = (made.coordinator / "certificates.json").read_text()
@@ -280,6 +284,7 @@ def test_all_else_of_a_projects_file_stays(sites: str, site: str, left: str, tmp
     )
 
 
+@pytest.mark.slow
 @pytest.mark.case("revoked sites", "a site is removed, and comes back with a new kit")
 def test_a_site_that_left_is_refused_until_it_gets_a_new_kit(tmp_path: Path) -> None:
     file, before = provision_text(tmp_path, HEAD + IN_BRACKETS)
@@ -305,6 +310,7 @@ def test_a_site_that_was_taken_out_by_hand_is_refused_too(tmp_path: Path) -> Non
     assert revoked_sites(load_kit(made.coordinator)) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sites", "out", "site", "message"),
     [
@@ -324,6 +330,7 @@ def test_what_cannot_be_removed_changes_nothing(sites: str, out: str, site: str,
     assert not json.loads((made.coordinator / "certificates.json").read_text())["south"]["revoked"]
 
 
+@pytest.mark.slow
 def test_a_removal_that_was_interrupted_goes_on(tmp_path: Path) -> None:
     file, made = provision_text(tmp_path, HEAD + IN_BRACKETS)
     text = file.read_bytes()

@@ -130,6 +130,7 @@ def test_the_site_file_of_a_kit_has_the_defaults_of_every_rule(kits: Provisioned
     assert all("#" in line for line in text.splitlines() if line.strip().startswith(("models", "splits", "exposure")))
 
 
+@pytest.mark.slow
 def test_a_site_that_is_added_later_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     first = provision_project(tmp_path)
     before = {path: path.read_bytes() for path in first.sites["north"].rglob("*") if path.is_file()}
@@ -156,6 +157,7 @@ def settings_of(kit: Path) -> dict[str, str]:
 MOVED: dict[str, Any] = {"port": 18742, "scheme": "grpc", "largest_message": 99}
 
 
+@pytest.mark.slow
 @pytest.mark.case("stale kits", "port, scheme and largest message change after kits were handed out")
 @pytest.mark.parametrize("changes", slow_after(1, [{"port": 18742}, MOVED, {**MOVED, "server": "fl.example.org"}]))
 def test_a_site_needs_only_another_kit_json_when_the_coordinator_moves(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -191,6 +193,7 @@ def test_a_kit_of_an_earlier_fedshift_runs_the_classes_of_this_one(tmp_path: Pat
         assert settings_of(kit) == before
 
 
+@pytest.mark.slow
 @pytest.mark.case("stale kits", "a kit that is not on this machine any more")
 @pytest.mark.case("stale kits", "another contact, whose certificate the coordinator lacks")
 def test_kits_that_are_elsewhere_and_another_contact(tmp_path: Path) -> None:

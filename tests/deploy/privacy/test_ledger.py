@@ -332,6 +332,7 @@ def test_with_records_lost_never_less_counts_than_was_spent(lost: tuple[str, ...
         assert count_answers(site_yaml) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.threat("old_backup")
 def test_the_newest_copy_of_the_log_saves_what_is_left_of_the_budget(world: Path, tmp_path: Path) -> None:
     site_yaml = tmp_path / "north" / "SITE.yaml"

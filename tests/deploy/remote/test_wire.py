@@ -154,6 +154,7 @@ def spoil(message: Message, draws: random.Random, *, sealed: bool) -> Message:
     return Message(header, bytes(body), hashlib.sha256(f"{inner}\n{header}".encode(errors="replace")).hexdigest())
 
 
+@pytest.mark.slow
 @pytest.mark.threat("no_message", "between_the_two")
 def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
     """No crash, and nothing but messages: with its digest left as it was every mutation is refused; with a digest that

@@ -124,6 +124,7 @@ def test_masked_sums_give_the_plain_estimate(classes: int, tmp_path: Path, monke
     assert not list((tmp_path / "masked" / "north" / "memory").glob("*sums*")), "keys are forgotten when all is over"
 
 
+@pytest.mark.slow
 @pytest.mark.threat("site_without_labels")
 def test_masked_sums_of_inputs_are_those_of_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target compares its samples with the sum of all; of distances it learns mean and deviation."""

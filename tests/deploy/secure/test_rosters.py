@@ -99,6 +99,7 @@ def plain(folder: Path, site: str, setting: Mapping[str, Any], exchange: int = 1
     return torch.cat([tensor.double().flatten() for tensor in weights.values()]).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.threat("sum_changed_roster")
 @pytest.mark.case("differences of sums", "sums of all triples of four sites are solved by least squares")
 @pytest.mark.parametrize("roster", ["any", "first"])
@@ -116,6 +117,7 @@ def test_sums_of_drawn_sites_are_equations_for_each_model(roster: str, tmp_path:
         assert np.allclose(row[2:] / row[0], plain(tmp_path, name, WHOLE), rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.threat("sum_unequal_work")
 def test_what_remains_settings_that_fit_one_site(tmp_path: Path) -> None:
     """With one set of sites, the coordinator still chooses how all of them train. Of 11, 16, 18 and 29 samples only the
@@ -322,6 +324,7 @@ def test_less_than_a_whole_round_is_refused_before_training(method: dict[str, An
         simulate_secure(tmp_path, options)
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_a_site_that_is_lost_and_ends_in_the_same_bits(tmp_path: Path) -> None:
     """With a quorum, too: no site is told of a sum without it, or the run could never go on."""
     options = secure_options()
@@ -363,6 +366,7 @@ def test_a_site_that_left_is_named_before_training_until_each_site_lists_the_new
     assert deploy_secure(tmp_path, {**options, "name": "without"}, three, unseen={}, transport=transport)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
 def test_sites_that_train_with_noise_may_be_drawn_and_others_not(tmp_path: Path) -> None:
     """Noise of which the coordinator alone decides is no reason: a site needs a budget, which says how much it is."""

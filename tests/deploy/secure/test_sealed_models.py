@@ -42,6 +42,7 @@ RUN = "tiny-kd3a-east-seed-0"
 TARGET_KEY = bytes(range(32))
 
 
+@pytest.mark.slow
 @pytest.mark.threat("handed_on_model")
 @pytest.mark.parametrize(("method", "made"), [(KD3A_OPTIONS, "fit"), (FADA, "finish")])
 def test_same_bits_and_no_source_model_in_clear(method: dict[str, Any], made: str, tmp_path: Path) -> None:

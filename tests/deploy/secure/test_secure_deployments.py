@@ -74,6 +74,7 @@ def between(folder: Path, change: Change, sites: dict[str, int] = FIVE, **policy
     return Loopback({name: site_file(folder, name, files[name], **policy) for name in sites}, change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["float32", "bf16"])
 def test_sites_are_lost_between_the_exchanges(wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a rounded wire, where a site that was away has not seen what was rounded before."""
@@ -111,6 +112,7 @@ def test_killed_between_exchanges_the_bits_are_equal(tmp_path: Path) -> None:
     assert sum(bool(line.get("again")) for line in lines) >= deaths, "answers that were kept are given again"
 
 
+@pytest.mark.slow
 def test_a_site_that_is_back_after_the_others_told_their_shares_is_in_no_sum(tmp_path: Path) -> None:
     options = secure_options()
 

@@ -416,6 +416,7 @@ def test_a_scheduler_that_tells_every_process(tmp_path: Path) -> None:
     assert outcome(runs) == outcome(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_shards_are_all_runs_once(cli: Cli, tmp_path: Path) -> None:
     options = experiment(sites(tmp_path), protocol={"targets": ["a", "b", "c"], "seeds": [0]})
     file, runs = write(tmp_path / "e.yaml", options), tmp_path / "runs"

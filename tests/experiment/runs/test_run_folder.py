@@ -274,6 +274,7 @@ def save_here(folder: Path) -> dict[str, str]:
     return {name: str(folder / f"{name}.npz") for name in "abc"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
