@@ -7,6 +7,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 
 from fedshift.data.builders.drawn_letters import HANDS, LETTERS, DrawnLetters
+from tried import slow_after
 
 
 def test_sites_classes_and_shapes() -> None:
@@ -19,7 +20,7 @@ def test_sites_classes_and_shapes() -> None:
     assert DrawnLetters.manifest().counts == dict.fromkeys(HANDS, DrawnLetters().per_class * 16)
 
 
-@pytest.mark.parametrize("colour", [True, False])
+@pytest.mark.parametrize("colour", slow_after(1, [True, False]))
 def test_equal_options_give_equal_pixels_and_another_seed_others(colour: bool) -> None:
     first, again = (DrawnLetters(per_class=2, size=16, colour=colour).build().domains for _ in range(2))
     other = DrawnLetters(per_class=2, size=16, colour=colour, base_seed=1).build().domains

@@ -36,6 +36,7 @@ from fedshift.report.advice.words import first_sentence
 from fedshift.report.collect import collect
 from fedshift.report.report import verdict_of
 from fedshift.weights import Weights
+from tried import slow_after
 
 TABLE = {"name": "table", "label": "outcome", "numeric": ["age", "pressure"], "categorical": ["sex"]}
 
@@ -132,7 +133,7 @@ def test_sites_that_differ_are_found_before_training(tmp_path: Path) -> None:
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=other)
 
 
-@pytest.mark.parametrize(("off", "message"), [(-3600.0, "behind"), (3600.0, "ahead of"), (20.0, None)])
+@pytest.mark.parametrize(("off", "message"), slow_after(1, [(-3600.0, "behind"), (3600.0, "ahead of"), (20.0, None)]))
 def test_clocks_that_differ_are_said(off: float, message: str | None, tmp_path: Path) -> None:
     def wrong(site: str, header: dict[str, Any], answer: Any) -> Any:
         if site != "south" or header["do"] != "hello":
@@ -252,6 +253,7 @@ def test_an_experiment_that_never_began_is_of_the_sites_of_now(tmp_path: Path) -
     assert (folder / "fedavg" / "sites" / "seed-0" / "result.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.case("agreements", "three of four sites refuse, for different reasons, one of them for two")
 def test_what_all_sites_lack_is_one_answer(tmp_path: Path) -> None:
     files = write_data(tmp_path / "data", {**SITES, "up": 22})

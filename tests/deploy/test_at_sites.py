@@ -83,7 +83,8 @@ def split_sites(folder: Path, **policy: Any) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    "protocol", [{"targets": ["east"]}, {"targets": ["sites"]}, {"kind": "adapt_to_one", "targets": ["east"]}]
+    "protocol",
+    slow_after(1, [{"targets": ["east"]}, {"targets": ["sites"]}, {"kind": "adapt_to_one", "targets": ["east"]}]),
 )
 def test_a_fixed_test_set_is_measured_as_in_the_simulation(protocol: dict[str, Any], tmp_path: Path) -> None:
     options, target = options_of("fedavg", protocol={**protocol, "seeds": [0]}), protocol["targets"][0]
@@ -209,7 +210,7 @@ def accuracies(folder: Path, name: str) -> dict[str, dict[str, float]]:
     return {site["site"]: site["values"] for site in result(folder, name, "sites")["sites"] if site["part"] == "target"}
 
 
-@pytest.mark.parametrize("name", slow_after(2, ["fedavg", *KEEPING, "fedavg+tuned"]))
+@pytest.mark.parametrize("name", slow_after(1, ["fedavg", *KEEPING, "fedavg+tuned"]))
 def test_own_models_are_measured_as_in_the_simulation(tmp_path: Path, name: str) -> None:
     method = TUNED if name == "fedavg+tuned" else {"name": name, **registry.method_class(name).traits.small}
     options = options_of({**method, **({"fine_tune": {"steps": 2}} if name == "fedbabu" else {})}, protocol=OWN)
@@ -242,6 +243,7 @@ def test_a_classifier_of_its_own_is_in_no_message(tmp_path: Path, monkeypatch: p
     assert not any(name.startswith(HEAD) for name in tensors)
 
 
+@pytest.mark.slow
 def test_what_a_site_has_not_allowed_stays(tmp_path: Path) -> None:
     """Prototypes travel where models may not; and accuracies are told, and no other metrics."""
     options = options_of("fedproto", protocol=OWN)

@@ -30,6 +30,7 @@ from fedshift.errors import Refused, UserError
 from fedshift.evaluation.metrics import counts_by_class
 from fedshift.models import registry as models
 from fedshift.weights import Weights
+from tried import slow_after
 
 ENVELOPE = {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5}
 
@@ -300,7 +301,7 @@ def attack(program: SiteProgram, network: Mapping[str, Any], layout: Layout, **t
 
 
 @pytest.mark.threat("crafted_network")
-@pytest.mark.parametrize("samples", [60, 300])
+@pytest.mark.parametrize("samples", slow_after(1, [60, 300]))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_crafted_network_reads_a_site_and_is_refused(layout: Layout, samples: int, tmp_path: Path) -> None:
     """Where the check is off, the attack gets most rows: so the check is what stops it."""

@@ -458,7 +458,7 @@ def changed_weights(answer: Message, change: Callable[[torch.Tensor], torch.Tens
 
 
 @pytest.mark.threat("no_message", "replayed_reply", "other_shape", "broken_field")
-@pytest.mark.parametrize("how", slow_after(4, LATER))
+@pytest.mark.parametrize("how", slow_after(2, LATER))
 def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str, tmp_path: Path) -> None:
     def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
         now = site == "south" and header["do"] == "call" and header["envelope"]["round"] == 2

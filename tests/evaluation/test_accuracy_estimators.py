@@ -13,6 +13,7 @@ from sklearn.metrics import confusion_matrix, log_loss
 
 from fedshift.evaluation.estimate import estimators
 from fedshift.evaluation.estimate.sums import TEMPERATURES, at_temperature, probabilities, sums_of
+from tried import slow_after
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -90,7 +91,7 @@ def test_the_threshold_and_transport_are_those_of_their_definitions() -> None:
     assert estimators.transport(sums, new) == pytest.approx(1 - solved.fun, abs=1e-9)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("share", slow_after(1, [0.1, 0.5, 0.8]))
 def test_moved_frequencies_are_found(share: float) -> None:
     """Two normal distributions, whose accuracy is known: the threshold is at log(7/3) / 2."""
     known, labels = two_bells(40_000, 0.3, 8)

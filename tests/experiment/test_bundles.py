@@ -24,7 +24,6 @@ from fedshift.experiment.predict import load_model
 from fedshift.models import registry
 
 nibabel = pytest.importorskip("nibabel")
-monai_networks = pytest.importorskip("monai.networks.nets")
 ALLOW = trust.allow
 SCRIPT = """
 from pathlib import Path
@@ -55,6 +54,12 @@ STEPS: list[dict[str, Any]] = [
         "a_min": 0, "a_max": "$500 * 2", "b_min": 0, "b_max": 1, "clip": True,
     },
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def monai_networks() -> Any:
+    """Imported where a test runs: it takes seconds, in every process that collects tests."""
+    return pytest.importorskip("monai.networks.nets")
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +112,7 @@ def built(folder: Path, **section: Any) -> Any:
 
 
 @pytest.mark.usefixtures("trusted")
-def test_the_network_is_the_one_that_monai_makes_of_the_config(tmp_path: Path) -> None:
+def test_the_network_is_the_one_that_monai_makes_of_the_config(tmp_path: Path, monai_networks: Any) -> None:
     """With the channels and structures of the data; the same weights from the same draws."""
     found = built(write_bundle(tmp_path / "spleen"))
     with torch.random.fork_rng():
@@ -119,7 +124,7 @@ def test_the_network_is_the_one_that_monai_makes_of_the_config(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("trusted")
-def test_weights_of_a_bundle_are_all_but_those_of_other_channels(tmp_path: Path) -> None:
+def test_weights_of_a_bundle_are_all_but_those_of_other_channels(tmp_path: Path, monai_networks: Any) -> None:
     folder = write_bundle(tmp_path / "spleen")
     with torch.random.fork_rng():
         torch.manual_seed(7)

@@ -111,6 +111,7 @@ def test_workers_give_the_same_weights(finished: Results, tmp_path: Path) -> Non
         assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_masks_are_predicted_into_a_folder(finished: Results, tmp_path: Path) -> None:
     images = DiscsAndCups(size=32, per_site=6).build().domains["north"].inputs
     (tmp_path / "images").mkdir()

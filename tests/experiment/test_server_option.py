@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from small import experiment, sites, write
 
 import fedshift
+from tried import slow_after
 
 
 def options(folder: Path, method: str, server: Any) -> dict[str, Any]:
@@ -69,7 +70,8 @@ def test_a_momentum_that_has_too_few_rounds_is_named(
 
 
 @pytest.mark.parametrize(
-    ("beside", "setting", "few"), [(1, "paper", True), (3, "paper", False), (1, "four_exchanges", False)]
+    ("beside", "setting", "few"),
+    slow_after(1, [(1, "paper", True), (3, "paper", False), (1, "four_exchanges", False)]),
 )
 def test_a_presets_own_momentum_is_named_in_rounds_of_equal_work(beside: int, setting: str, few: bool) -> None:
     """Beside a method of three epochs a round, one of one epoch has three times the rounds: 39 are enough for 0.9."""

@@ -141,9 +141,9 @@ def test_sites_of_the_run_and_models_alone_are_no_cases(results: fedshift.api.Re
     "change",
     [
         lambda rows: rows[:7],
-        lambda rows: [rows[0]] * 60,
+        slow(lambda rows: [rows[0]] * 60),
         lambda rows: [{**row, "age": str(12 * float(row["age"]))} for row in rows],
-        lambda rows: [{**row, "pressure": ""} for row in rows],
+        slow(lambda rows: [{**row, "pressure": ""} for row in rows]),
     ],
     ids=["seven rows", "one patient", "months for years", "an empty column"],
 )

@@ -23,7 +23,6 @@ from fedshift.models.network import Network
 from fedshift.models.sliding import scores_of
 from tried import slow
 
-monai_networks = pytest.importorskip("monai.networks.nets")
 MONAI = {"name": "monai:UNet", "channels": [4, 8], "strides": [2]}
 BASIC = {"name": "monai:BasicUNet", "features": [4, 4, 8, 8, 8, 4]}
 TINY: dict[str, Any] = {
@@ -38,11 +37,17 @@ TINY: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def monai_networks() -> Any:
+    """Imported where a test runs: it takes seconds, in every process that collects tests."""
+    return pytest.importorskip("monai.networks.nets")
+
+
 def built(shape: tuple[int, ...], classes: int = 2, **section: Any) -> Network:
     return registry.build(registry.parse(section, permit=registry.any_code), shape, classes, 0)
 
 
-def test_a_network_of_monai_is_monais_own() -> None:
+def test_a_network_of_monai_is_monais_own(monai_networks: Any) -> None:
     """The same weights from the same draws, and the same scores."""
     found = built((1, 16, 16, 16), **MONAI)
     with torch.random.fork_rng():

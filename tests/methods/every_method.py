@@ -15,7 +15,7 @@ QUICK = ("fedavg", "scaffold", "fedbn", "fedsr", "csac", "kd3a", "deepall", "mda
 
 
 def mostly_slow(names: Iterable[str], quick: Container[str] = QUICK) -> list[Any]:
-    """A test's parameters. Golden runs and the promises of `check_method` show a broken method with every change."""
+    """A test's parameters. Golden runs show a broken method with every change."""
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import every_method, every_method_in_time, method_of, mostly_slow
+from every_method import every_method, every_method_in_time, method_of
 from tiny import CNN, bytes_of, clip_for, domains, federation, normed_for, setting, start_of, step_on
 
 import fedshift
@@ -30,13 +30,6 @@ from fedshift.weights import Weights
 
 KEPT: dict[str, Any] = {"momentum": 0.9, "reset_optimizer_each_round": False}
 """Momentum that sites keep, so that their memory matters where a method has a name for it."""
-
-LONG = {
-    *("fada", "mcgdm", "mcsad", "fedccrl", "stablefdg", "pardon", "elcfs", "arm", "eisnet", "crossgrad", "dger"),
-    *("mdfnet", "fact", "pfedme", "fedadg", "fedcmi", "mixstyle", "shot", "jigen", "csac", "fedsr", "cdan", "apfl"),
-    *("fedala", "ditto", "masf", "dann", "m3sda", "epi_fcr"),
-}
-"""Whose promises take longest. Their golden runs do not."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +114,7 @@ def test_another_process_can_make_its_equal(name: str) -> None:
     assert Weights(first) == Weights(second)
 
 
-@pytest.mark.parametrize("name", mostly_slow(registry.names(), set(registry.names()) - LONG))
+@every_method_in_time
 def test_it_keeps_what_every_method_promises(name: str) -> None:
     """Seeds, order, kinds, bytes, new models, work, learning: what anybody's method can be held to."""
     kind = registry.method_class(name)

@@ -118,6 +118,7 @@ def test_one_bad_site_of_five_does_not_pull_the_model_away(name: str, rule: str)
     assert where.screening.report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rule"), [case for case in WITH_RULES if case[0] in ("fedavg", "csac", "kd3a")])
 def test_the_order_of_sites_does_not_matter(name: str, rule: str) -> None:
     found = domains(sizes=SITES)

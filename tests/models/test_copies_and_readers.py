@@ -14,6 +14,7 @@ import fedshift
 from fedshift.models import registry
 from fedshift.models.instance_methods import with_method, without_method
 from fedshift.models.network import Network, StageReader, copy_with
+from tried import slow_after
 
 
 def mlp(hidden: list[int]) -> Network:
@@ -78,7 +79,7 @@ def networks() -> dict[str, Network]:
     return {"plain": plain, "tied": tied, "hooked": hooked, "own": own, "parts": parts, "images": images}
 
 
-@pytest.mark.parametrize("name", networks())
+@pytest.mark.parametrize("name", slow_after(2, networks()))
 def test_a_copy_with_weights_is_what_torch_loads_into_a_copy(name: str) -> None:
     network = networks()[name]
     weights = {key: torch.rand(value.shape).to(value.dtype) for key, value in network.state_dict().items()}

@@ -14,6 +14,7 @@ from fedshift.models import registry
 from fedshift.models.network import Network
 from fedshift.models.networks.frozen import Extractor, Frozen
 from fedshift.models.networks.vision import GreyToColour, TensorFlowConv2d
+from tried import slow_after
 
 
 def network(shape: tuple[int, ...], classes: int = 7, **options: object) -> Network:
@@ -50,6 +51,7 @@ def test_mnist_cnn_pads_only_below_16_pixels(size: int, conv2: int, channels: in
     assert shapes_of_stages(network(shape, name="mnist_cnn"), shape)["conv2"] == (32, conv2, conv2)
 
 
+@pytest.mark.slow
 @given(channels=st.integers(1, 4), height=st.integers(4, 40), width=st.integers(4, 40))
 def test_digit_networks_take_any_size_from_4_pixels(channels: int, height: int, width: int) -> None:
     shape = (channels, height, width)
@@ -150,7 +152,7 @@ def test_csac_aligns_the_stages_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [("resnet18", 32), ("resnet18", 64), ("mobilenet_v2", 64), ("alexnet", 63)])
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels", slow_after(1, [1, 3]))
 def test_vision_networks_take_small_and_grey_images(name: str, size: int, channels: int) -> None:
     with torch.device("meta"):
         model = network((channels, size, size), name=name, bottleneck=32)
@@ -234,7 +236,7 @@ def test_collected_stages_are_not_changed_by_later_layers(name: str, size: int) 
 STAGES = [("resnet18", "block4"), ("resnet18", "block1"), ("alexnet", "conv5"), ("mobilenet_v2", "block5")]
 
 
-@pytest.mark.parametrize(("name", "stage"), STAGES)
+@pytest.mark.parametrize(("name", "stage"), slow_after(1, STAGES))
 def test_stages_before_the_first_trained_one_stay(name: str, stage: str) -> None:
     """One step of training changes nothing up to the stage before, and every parameter of the stage."""
     model = network((3, 64, 64), name=name, trained_from=stage).train()

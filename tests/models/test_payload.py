@@ -9,6 +9,7 @@ from torch import nn
 from fedshift.models import registry
 from fedshift.models.network import Network
 from fedshift.models.payload import Payload, forward_cost, payload
+from tried import slow_after
 
 
 def network(shape: tuple[int, ...], classes: int, **options: object) -> Network:
@@ -53,7 +54,7 @@ def test_other_types_count_with_their_own_size() -> None:
     assert payload(nn.Identity()) == Payload(0, 0)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101", "alexnet", "mobilenet_v2"])
+@pytest.mark.parametrize("name", slow_after(1, ["resnet18", "resnet50", "resnet101", "alexnet", "mobilenet_v2"]))
 def test_costs_agree_with_torchvision(name: str) -> None:
     models = pytest.importorskip("torchvision.models")
     published = models.get_model_weights(name).DEFAULT.meta["_ops"]

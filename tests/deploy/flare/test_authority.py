@@ -100,6 +100,7 @@ def test_a_new_kit_of_a_site_is_of_the_same_authority_and_leaves_the_site_its_fi
     assert [name for name in keys if keys[name] != again[name]] == ["north"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sites", "scheme", "site", "message"),
     [
@@ -255,6 +256,7 @@ def provision_text(folder: Path, text: str) -> tuple[Path, Provisioned]:
     return file, roles.provision(roles.load_project(file), folder / "kits", lambda new: None)
 
 
+@pytest.mark.slow
 @pytest.mark.case(
     "project files", "a site is removed from a list in brackets, a list of lines, one with CRLF, one in parts"
 )

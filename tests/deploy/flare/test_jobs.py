@@ -103,6 +103,7 @@ class Server:
         return {"status": "FINISHED:EXECUTION_EXCEPTION"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_jobs_that_die_again_are_given_up(rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count(1000.0, 2.0)

@@ -100,7 +100,7 @@ def test_settings_of_a_kit(kits: Provisioned) -> None:
             assert "site_log_streamer" not in {part["id"] for part in resources["components"]}
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "grpc", "http"])
+@pytest.mark.parametrize("scheme", slow_after(1, ["tcp", "grpc", "http"]))
 def test_the_coordinator_listens_with_the_projects_scheme_and_sites_dial_it(scheme: str, tmp_path: Path) -> None:
     made = provision_project(tmp_path, scheme=scheme, sites=["north"], largest_message=100)
     relocate(load_kit(made.coordinator))  # as at each start
@@ -241,6 +241,7 @@ def test_certificates(kits: Provisioned) -> None:
         check_certificates(kit, now - 2 * day)
 
 
+@pytest.mark.slow
 def test_kits_that_are_wrong(kits: Provisioned, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is the kit of a site, not of a coordinator"):
         load_kit(kits.sites["north"], "coordinator")

@@ -31,7 +31,7 @@ from fedshift.deploy.site_server import SiteProgram
 from fedshift.encryption import write_private
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.functional.differential_privacy import NoisySteps
-from tried import case
+from tried import case, slow_after
 
 AUDIT, END = "audit.jsonl", "audit-end.json"
 
@@ -114,7 +114,7 @@ HARM = [
 
 
 @pytest.mark.threat("old_backup")
-@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("harm", slow_after(4, HARM))
 def test_a_site_that_lacks_its_records_refuses_until_a_person_gives_them_up(
     harm: Callable[[Path, Path], None], used_ledger: Path, tmp_path: Path
 ) -> None:

@@ -244,7 +244,7 @@ def test_a_site_killed_anywhere_goes_on(
 @pytest.mark.threat("sum_lost_record")
 @pytest.mark.case("records that are lost", "rosters.jsonl deleted, cut, changed; also under a running site")
 @pytest.mark.parametrize("restarted", [True, False])
-@pytest.mark.parametrize("how", ["deleted", "cut", "changed", "an older copy"])
+@pytest.mark.parametrize("how", slow_after(1, ["deleted", "cut", "changed", "an older copy"]))
 def test_a_record_that_is_lost_is_noticed(how: str, restarted: bool, tmp_path: Path) -> None:
     asking = Coordinator(tmp_path, roster="any")
     file = asking.sites["north"].config.memory / ROSTERS

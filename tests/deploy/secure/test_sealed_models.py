@@ -338,7 +338,7 @@ def open_at_site(folder: Path, there: Path, method: str, site: str) -> dict[str,
 @pytest.mark.threat("kept_sealed")
 @pytest.mark.parametrize(
     ("method", "readers"),
-    [(SHOT, ["east"]), (COPA, [*SITES]), ({**COPA, "adaptation": True}, [*SITES])],
+    slow_after(1, [(SHOT, ["east"]), (COPA, [*SITES]), ({**COPA, "adaptation": True}, [*SITES])]),
     ids=["shot", "copa", "copa with a target"],
 )
 def test_same_bits_and_its_readers_open_it(method: dict[str, Any], readers: list[str], tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def both(
     return ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_results_differ_by_rounding_only(name: str) -> None:
     method, network, options = CASES[name]

@@ -16,6 +16,7 @@ from fedshift.methods.base import Samples
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.weights import Weights
+from tried import slow_after
 
 SHORT: dict[str, Any] = {"acquisition_steps": 3, "calibration_steps": 2}
 
@@ -33,7 +34,7 @@ IDENTITIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", IDENTITIES)
+@pytest.mark.parametrize("case", slow_after(2, IDENTITIES))
 def test_an_option_that_must_not_change_the_weights(case: str) -> None:
     found, _ = run(short(**IDENTITIES[case]))
     assert found.weights == run(short())[0].weights
