@@ -10,6 +10,7 @@ from every_method import every_method_in_time, method_of
 from tiny import CLASSES, CNN, NORMED, images, normed_for, run, vectors
 
 from fedshift.data.domain import Domain
+from tried import slow_after
 
 
 def constant(number: int, value: int) -> Domain:
@@ -41,7 +42,7 @@ EXTREMES: dict[str, tuple[list[Domain], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", EXTREMES)
+@pytest.mark.parametrize("case", slow_after(4, EXTREMES))
 @every_method_in_time
 def test_nothing_legal_turns_to_nan(name: str, case: str) -> None:
     found, options = EXTREMES[case]

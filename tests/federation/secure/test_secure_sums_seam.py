@@ -26,6 +26,7 @@ from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.index import ENTRIES, with_sums
 from fedshift.methods.rounds import start_run
 from fedshift.weights import Weights
+from tried import slow_after
 
 SIZES = {"large": 23, "middle": 12, "small": 9}
 UNLABELLED = {"other": 13, "target": 9, "third": 17}
@@ -63,7 +64,7 @@ def takes_vectors(name: str) -> bool:
     return normed_for(registry.parse({"name": name, **registry.method_class(name).traits.small})) is NORMED
 
 
-@pytest.mark.parametrize("name", with_sums())
+@pytest.mark.parametrize("name", slow_after(12, with_sums()))
 def test_secure_is_plain_within_the_resolution(name: str) -> None:
     network = NORMED if takes_vectors(name) else CNN
     plain, _ = played(name, False, network)
