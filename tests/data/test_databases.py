@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 import fedshift
+from fedshift.data import sizes
+from fedshift.data.builders.table_labels import Condition
 from fedshift.data.databases import PASSWORD, PASSWORD_FILE, Database, read_query
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
@@ -47,6 +49,18 @@ def test_the_query_of_the_example_gives_what_the_rows_say(place: Path) -> None:
     assert list(table.column("diabetes")) == ["yes", "no"] * 20
     for cell, known in zip(table.column("glucose"), values, strict=True):
         assert cell == "" if not known else float(cell) == pytest.approx(np.mean(known))  # type: ignore[arg-type]
+
+
+def test_a_query_that_gives_more_than_fits_ends_in_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(sizes.VARIABLE, "1e-7")
+    with pytest.raises(UserError, match=sizes.VARIABLE):
+        asked(place, "SELECT * FROM person")
+
+
+def test_a_condition_has_a_number_however_it_is_written() -> None:
+    """A database says 1.0 where a file says 1."""
+    assert Condition.parse("num = 1.0") == Condition.parse("num = 1")
+    assert Condition.parse("num != yes").value == "yes"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from fedshift.data.builders.own import data_section
 from fedshift.data.builders.own_tables import Table
 from fedshift.data.domain import DataSet
-from fedshift.data.identifiers import names_rows
+from fedshift.data.identifiers import names_rows, names_single_rows
 from fedshift.data.registry import parse
 from fedshift.data.site_differences import site_differences
 from fedshift.errors import UserError
@@ -155,6 +155,8 @@ def test_rows_of_all_sites_and_labels_that_name_rows(tmp_path: Path) -> None:
 @pytest.mark.case("identifiers", "what stays a category: few rows, ten wards, repeated codes")
 def test_categories_stay_categories() -> None:
     assert not names_rows({str(number): 1 for number in range(10)})
+    assert names_single_rows({f"patient {number}": 2 for number in range(40)})
+    assert not names_single_rows({f"patient {number}": 3 for number in range(40)})
     assert not names_rows({f"ward {number}": 3 + number % 4 for number in range(30)})
     assert not names_rows({f"code {number}": 20 for number in range(300)})
     assert names_rows({str(number): 1 for number in range(11)})

@@ -28,6 +28,7 @@ class End(nn.Module):
             "tanh": scores.tanh,
             "relu": lambda: F.relu(scores + 9),
             "scale": lambda: 3 * scores,
+            "scale_where_it_predicts": lambda: scores if self.training else 3 * scores,
             "learned_scale": lambda: scores * self.factor,
             "clamp": lambda: scores.clamp(-30, 30),
             "in_place_relu": lambda: scores.add_(9).relu_(),

@@ -55,8 +55,9 @@ def check_predictions(model: fedshift.Model, folder: Path, inputs: Any = None) -
 @pytest.mark.parametrize(
     "kind",
     slow_after(
-        3,
+        4,
         [
+            "scale_where_it_predicts",
             case("network ends", "log softmax", "log_softmax"),
             case("network ends", "softmax", "softmax"),
             case("network ends", "sigmoid", "sigmoid"),

@@ -103,6 +103,17 @@ def test_scaled_losses(optimizer: str) -> None:
     torch.testing.assert_close(steps["fp16"], steps["float32"], rtol=1e-3, atol=1e-5)
 
 
+def test_gradients_are_clipped_as_they_are_without_a_scale() -> None:
+    layer = with_precision(nn.Linear(2, 1, bias=False), "fp16")
+    before = layer.weight.detach().clone()
+    settings = training(precision="fp16", lr=1.0, momentum=0.0, clip_norm=0.5)
+    steps = Steps(settings, [settings.build_optimizer(layer.parameters(), settings.lr)], torch.device("cpu"))
+    steps.begin()
+    steps.add((layer(torch.ones(1, 2)) * 2).sum())  # a gradient of 2 for each weight
+    steps.step(list(layer.parameters()))
+    assert (before - layer.weight.detach()).norm().item() == pytest.approx(0.5, rel=1e-3)
+
+
 def test_a_step_that_overflows_is_left_out_and_the_next_ones_are_smaller() -> None:
     """As torch's GradScaler, which is not ours: the scale halves until gradients are finite again."""
     layer = with_precision(nn.Linear(1, 1, bias=False), "fp16")
