@@ -14,7 +14,7 @@ from fedshift.data.domain import Domain
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.randomness import derive_seed
 from fedshift.methods.base import State
-from fedshift.methods.federated.fada import FADA, add_update
+from fedshift.methods.federated.fada import FADA, Disentangler, add_update
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -101,6 +101,30 @@ def test_variant_one_weighs_all_alike_without_a_look(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(FADA, "_dispersion", lambda *_: pytest.fail("gains were measured"))
     state, _ = run(short(variant="I"), rounds=1)
     assert list(state.report["aggregation_weights"].values()) == [1 / 3] * 3
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_disentangling_losses_are_the_equations(sign: float) -> None:
+    """Entropy is raised, and information between the parts lowered, but not below 0; the judges do the opposite."""
+    method = short()
+    where, _ = begun(method)
+    model = setting(method, three(), MLP, 3).build_network()
+    parts = Disentangler(site_of(where, "a"), model, 0.3)
+    with torch.no_grad():
+        parts.critic[2].weight.mul_(sign * 20)
+    inputs, labels = everything(where, "a")
+    features = model.features[0](inputs)  # type: ignore[index]
+    invariant, specific = parts.invariant(features), parts.specific(features)
+    joint, other = (
+        parts.critic(torch.cat([invariant, part], 1)) for part in (specific, torch.cat([specific[-1:], specific[:-1]]))
+    )
+    information = joint.mean() - other.exp().mean().log()  # MINE: Belghazi et al., ICML 2018
+    known = parts.identifier(specific).log_softmax(1)
+    rebuilt = parts.reconstruction(torch.cat([invariant, specific], 1))
+    wanted = (known.exp() * known).sum(1).mean() + information.clamp(min=0) + ((rebuilt - features) ** 2).mean()
+    torch.testing.assert_close(parts._disentangling(features), 0.3 * wanted)
+    judged = -known[range(len(labels)), labels].mean() - information
+    torch.testing.assert_close(parts._judging(features, labels), judged)
 
 
 def test_the_gap_statistic_is_that_of_k_means_clusters() -> None:
