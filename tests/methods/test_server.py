@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from every_method import method_of, mostly_slow
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tiny import NORMED, assert_close, domains, normed_for, run, start_of
+from tiny import NORMED, assert_close, domains, federation, normed_for, run, start_of, step_on
 
 from fedshift.functional.averaging import is_buffer, parameters_of
 from fedshift.methods import registry
@@ -112,6 +113,20 @@ def test_rounds_of_fedavg_by_hand(server: str) -> None:
         assert_close(first.server[moment], tensors)
         assert list(tensors) == list(parameters_of(mean.weights))
         assert state.server[moment] != tensors
+
+
+def test_sites_begin_where_nesterov_s_momentum_brings_the_model() -> None:
+    """Two rounds are those of plain FedAvg, the second from the model that the first round's momentum moves on."""
+    plain, found = FedAvg(), domains(NORMED)
+    method = FedAvg(server={"optimizer": "momentum", "beta": 0.9, "nesterov": True})
+    assert method.server is not None
+    where, start = federation(plain, found, NORMED), start_of(plain, found, NORMED)
+    state = step_on(plain, where, plain.start(where, start))
+    first, kept = after_round(method.server, start, state.weights, {})
+    moved = Weights({name: first[name] + 0.9 * move for name, move in kept["first"].items()})
+    mean = step_on(plain, where, replace(state, weights=first.merge(moved))).weights
+    expected, _ = after_round(method.server, first, mean, kept)
+    assert_close(run(method, found, NORMED, rounds=2)[0].weights, expected)
 
 
 def frozen(name: str, **options: Any) -> tuple[Weights, State, State]:

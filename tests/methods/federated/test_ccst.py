@@ -95,6 +95,8 @@ def test_it_is_the_inner_method_with_other_samples(name: str, monkeypatch: pytes
     method = styled(inner)
     state, where = run(method, found)
     plain, alone = run(inner, found)
+    assert "styles" in method.calls.shares
+    assert all(runner.site.data._restyle is None for runner in where._runners.values()), "only a call has styles"
     assert state.weights != plain.weights
     assert state.weights.keys() == plain.weights.keys()
     assert set(state.report) == set(plain.report)

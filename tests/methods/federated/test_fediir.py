@@ -50,6 +50,24 @@ def test_the_server_s_gradient_is_the_mean_and_then_a_moving_one() -> None:
     assert_close(cast(Weights, second.parts["gradient"]), Weights(moving))
 
 
+def test_training_brings_a_site_s_gradient_towards_that_of_all() -> None:
+    """The penalty's own gradient is in the step: second derivatives of the cross-entropy."""
+    method, found = FedIIR(penalty_weight=3.0), domains(CNN, ONE_BATCH)
+    where, start = federation(method, found), start_of(method, found)
+    site = site_of(where, "a")
+    model, batch = site.model(start), next(iter(site.all_batches()))
+    towards = Weights(gradient_at(where, "b", start))
+    model.eval()
+    parameters = list(model.classifier.parameters())
+    step = torch.autograd.grad(method.loss_towards(site, model, towards)(batch), parameters)
+    plain = F.cross_entropy(model(batch.inputs), batch.targets)
+    slopes = torch.autograd.grad(plain, parameters, create_graph=True)
+    gaps = [slope - other for slope, other in zip(slopes, towards.values(), strict=True)]
+    bent = torch.autograd.grad(slopes, parameters, [6 * gap.detach() for gap in gaps])  # 2γ H (∇ − ḡ)
+    for one, slope, more in zip(step, slopes, bent, strict=True):
+        torch.testing.assert_close(one, slope.detach() + more)
+
+
 def test_a_missing_site_has_no_part() -> None:
     method, found = FedIIR(), domains(CNN, ONE_BATCH)
     where, start = federation(method, found), start_of(method, found)
