@@ -70,6 +70,26 @@ def test_a_step_by_hand(options: dict[str, Any], moments: str, weight: float) ->
     assert_same(site.memory.weights("parts"), rivals)
 
 
+def test_pairs_with_the_target_weigh_other_than_pairs_of_sources() -> None:
+    """Of three sources all pairs weigh alike; of two those with the target have half the weight."""
+    method = M3SDA(moment_weight=10.0)
+    site = pool_of(method)
+    model, heads, rivals = both_at(method, site)
+    (first, second, _), target = first_batches(site)
+    x, y, t = (model.features(batch.inputs) for batch in (first, second, target))
+
+    def apart(a: Tensor, b: Tensor) -> Tensor:
+        return (a.mean(0) - b.mean(0)).norm() + (a.pow(2).mean(0) - b.pow(2).mean(0)).norm()
+
+    judged = zip((heads[0], rivals[0], heads[1], rivals[1]), (x, x, y, y), strict=True)
+    labels = (first.targets, first.targets, second.targets, second.targets)
+    error = sum(F.cross_entropy(head(f), known) for (head, f), known in zip(judged, labels, strict=True)) / 2
+    wanted = error + 10 * ((apart(x, t) + apart(y, t)) / 2 + apart(x, y))
+    assert step_loss(method, "A", model, rivals, [first, second], target).item() == pytest.approx(
+        wanted.item(), rel=1e-5
+    )
+
+
 def test_step_b_leaves_the_features_alone_and_step_c_the_classifiers() -> None:
     method = M3SDA()
     site = pool_of(method)
