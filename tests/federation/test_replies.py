@@ -248,6 +248,20 @@ def test_numbers_that_are_not_finite_are_divergence() -> None:
         run(Broken(), [vectors("large", 9)], MLP)
 
 
+class Silent(Declares):
+    """Its call declares nothing of what it returns."""
+
+    def bounds(self, call: str, about: About) -> Bounds:
+        return {}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_no_method_declares_is_finite(value: float) -> None:
+    features = Features({"a": torch.full((2, 3), value)})
+    with pytest.raises(FedshiftError, match="'features'"):
+        checks(Silent()).check("tell", "large", Told, told(features=features), {})
+
+
 @pytest.mark.threat("claimed_samples")
 def test_no_share_of_work_takes_more_than_twice_the_median_from_an_absent_site() -> None:
     where: Federation = federation(FedAvg(), domains(MLP, {"a": 9, "b": 9, "c": 9}), MLP, budget=100)
