@@ -188,9 +188,9 @@ class Krum(Rule):
             scores = [score for score in krum_scores(apart, self.faulty) if score > 0]
             distances += apart / min(scores, default=1.0)
         by_name = sorted(range(len(sites)), key=lambda index: sites[index])  # equal scores: whatever the order asked
-        kept = {sites[by_name[index]] for index in krum(distances[by_name][:, by_name], self.faulty, self.keep)}
-        report = {"left_out": [site for site in sites if site not in kept]}
-        return Verdict(lambda site, model: model if site in kept else None, report)
+        chosen = {sites[by_name[index]] for index in krum(distances[by_name][:, by_name], self.faulty, self.keep)}
+        report = {"left_out": [site for site in sites if site not in chosen]}
+        return Verdict(lambda site, model: model if site in chosen else None, report)
 
 
 class Trust(_OneModel):
@@ -329,9 +329,9 @@ def trimmed_mean(models: Models, trim: int, at_once: int = AT_ONCE) -> Weights:
 
     def mean(columns: Tensor) -> Tensor:
         check_trim(len(columns), trim)
-        kept = columns.sort(dim=0).values[trim : len(columns) - trim]
+        untrimmed = columns.sort(dim=0).values[trim : len(columns) - trim]
         # Relative to the lowest: the mean of equal numbers is that number.
-        return kept[0] + (kept - kept[0]).mean(dim=0)
+        return untrimmed[0] + (untrimmed - untrimmed[0]).mean(dim=0)
 
     return _by_coordinate(models, mean, at_once)
 

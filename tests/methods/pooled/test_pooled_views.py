@@ -27,6 +27,7 @@ from fedshift.methods.pooled.eisnet import EISNet, Parts
 from fedshift.methods.pooled.fact import FACT
 from fedshift.methods.pooled.jigen import JiGen
 from fedshift.methods.pooled.mixstyle import MixStyle
+from fedshift.models import registry as networks
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,14 @@ def test_all_stages_mix_but_the_last() -> None:
     Mixer(1.0, 0.1, torch.Generator(), across=False).attach(model, None)
     mixing = [name for name, place in model.stages.items() if model.get_submodule(place)._forward_hooks]
     assert mixing == list(model.stages)[:-1]
+
+
+def test_the_stem_of_a_resnet_does_not_mix() -> None:
+    """As in the authors' networks: behind the first three blocks."""
+    model = networks.build(networks.parse({"name": "resnet18"}), (3, 32, 32), 7, seed=0)
+    Mixer(1.0, 0.1, torch.Generator(), across=False).attach(model, None)
+    mixing = [name for name, place in model.stages.items() if model.get_submodule(place)._forward_hooks]
+    assert mixing == ["block1", "block2", "block3"]
 
 
 def test_mixstyle_with_domain_labels_mixes_halves_of_two_domains() -> None:

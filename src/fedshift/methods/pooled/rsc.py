@@ -90,7 +90,7 @@ def challenged_features(
     logits = classifier(probe)
     (by_feature,) = torch.autograd.grad(logits.gather(1, true_class).sum(), probe)
     with torch.no_grad():
-        kept = by_feature < by_feature.quantile(1 - feature_share, dim=1, keepdim=True)
-        hurt = logits.softmax(1).gather(1, true_class) - classifier(features * kept).softmax(1).gather(1, true_class)
-        whole = hurt < hurt.quantile(1 - batch_share)
-    return features * (kept | whole)
+        unmuted = by_feature < by_feature.quantile(1 - feature_share, dim=1, keepdim=True)
+        hurt = logits.softmax(1).gather(1, true_class) - classifier(features * unmuted).softmax(1).gather(1, true_class)
+        unhurt = hurt < hurt.quantile(1 - batch_share)
+    return features * (unmuted | unhurt)
